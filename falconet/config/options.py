@@ -353,7 +353,7 @@ class Machine:
     precision: Literal["auto", "16.16", "16.32", "32.32", "bf16.bf16", "bf16.32"] = "32.32"
     """Formats of compute, and of weights and their update (docs/knowing/numerics.md); auto: bf16.32 on CUDA."""
     threads: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """CPU threads per process; auto: one per core, or as in the restored run, because the number changes bits."""
+    """CPU threads per process; auto: as in a restored run, else OMP_NUM_THREADS, else one per core. Changes bits."""
     deterministic: bool = True
     """On CUDA, use only deterministic kernels, so that a restored run equals an uninterrupted one bit for bit."""
 
@@ -481,7 +481,7 @@ class Logging:
     tensorboard: bool = local(False, again="continue the TensorBoard files")
     """Also write TensorBoard files to the run folder."""
     wandb: bool = local(False, again="continue uploading")
-    """Also log to Weights & Biases (WANDB_MODE=offline works)."""
+    """Also log to Weights & Biases; offline if there is no key or no connection."""
     profile: bool = local(False, again="trace updates")
     """Trace three updates with torch.profiler: profile.json (chrome://tracing) and profile.txt in the run folder."""
     wandb_project: str = local("falconet", again="upload to the same project")

@@ -6,7 +6,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,7 +49,7 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     if _is_first(os.environ):
-        for note in translation.notes:
+        for note in (*translation.notes, *_overruled(translation.environment, os.environ)):
             print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
     for variable, value in translation.environment.items():
         os.environ[variable] = os.environ.get(variable) or value
@@ -90,6 +90,15 @@ def canonical(argv: Sequence[str] | None = None) -> int:
         print(f"falconet.legacy.programs: got '{name}', {expected}", file=sys.stderr)  # noqa: T201
         return MISTAKE
     return cli.main(line, CONVENTIONS[name])
+
+
+def _overruled(asked: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[str]:
+    """Variables that are set already and so take precedence over what the line asks for."""
+    for variable, value in asked.items():
+        found = environment.get(variable)
+        if found and found != value:
+            whose = ", set by `gc-profile -d` or `falconet bench`," if variable == RUNS else ""
+            yield f"{variable}={found}{whose} takes precedence over {value}, which this line asks for"
 
 
 def _print(text: str) -> None:

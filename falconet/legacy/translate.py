@@ -359,8 +359,9 @@ def config_entry(name: str, path: Path) -> Mapping[str, object]:
     if name in configs and not isinstance(found, Mapping):
         raise ConfigError(f"--config: {path}: {name}: expected options below it, such as `epochs: 10`")
     if not isinstance(found, Mapping):
-        meant = _meant(name, [str(key) for key in configs]) or "; `falconet configs` lists the originals'"
-        raise ConfigError(f"--config: no config is named '{name}' in {path}{meant}")
+        known = [str(key) for key, entry in configs.items() if isinstance(entry, Mapping)]
+        there = _meant(name, known) or f"; expected {', '.join(known)}"
+        raise ConfigError(f"--config: no config is named '{name}' in {path}{there}")
     return found
 
 

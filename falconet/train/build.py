@@ -88,7 +88,7 @@ def _threads(launch: Launch) -> int:
     """The restored run's number, because it changes bits; with another number of processes it means nothing."""
     runtime = launch.restored.manifest.runtime if launch.restored else {}
     stored = runtime.get("threads") if runtime.get("processes", 1) == launch.division.processes else None
-    return value_or(launch.loaded.options.machine.threads, stored or world.cores(launch.division.processes))
+    return value_or(launch.loaded.options.machine.threads, stored or world.threads(launch.division.processes))
 
 
 def phases_built(launch: Launch, site: Site, *, opened: Dataset | None = None) -> list["BuiltPhase"]:

@@ -307,7 +307,7 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
     if not first.site.world.is_first:
         return run_folder.Sinks()
     if not options.logging.mlperf_logging:
-        return run_folder.open_sinks(folder, first.launch.loaded)
+        return run_folder.open_sinks(folder, first.launch.loaded, say=first.site.screen.line)
     submission = log.submission(
         options,
         first.plan,
@@ -318,7 +318,7 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
     )
     path = folder / f"result_{options.run.seed}.txt"
     mlperf = MlperfLog(path, submission, done=first.plan.place(update)[0])
-    return run_folder.open_sinks(folder, first.launch.loaded, mlperf)
+    return run_folder.open_sinks(folder, first.launch.loaded, mlperf, say=first.site.screen.line)
 
 
 def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best: Best | None = None) -> Handover | None:

@@ -278,7 +278,7 @@ class Sinks:
                 self.times.close()
 
 
-def open_sinks(folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink) -> Sinks:
+def open_sinks(folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink, say: Say) -> Sinks:
     """metrics.jsonl and updates.jsonl always, others when asked for."""
     logging = loaded.options.logging
     drawn: list[TensorBoard | WeightsAndBiases] = []
@@ -288,7 +288,15 @@ def open_sinks(folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink)
     if logging.wandb:
         table = {name: entry["value"] for name, entry in loaded.table().items()}
         with named_option("wandb"):
-            drawn.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
+            drawn.append(
+                WeightsAndBiases(
+                    folder,
+                    project=logging.wandb_project,
+                    name=folder.name,
+                    config=table,
+                    offline=lambda why: say(f"note: --wandb: {why}"),
+                )
+            )
     metrics = Several([JsonLines(folder / METRICS), *drawn, *more])
     return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from falconet.legacy.programs import gc_profile, main
+from falconet.legacy.translate import PROGRAMS as TABLES
 
 COMPAT = Path(__file__).parents[2] / "compat"
 PROGRAMS = {
@@ -248,6 +249,30 @@ def test_gc_profile_sets_the_run_folder_and_becomes_the_program(capfd, tmp_path)
     assert capfd.readouterr().err == "usage: gc-profile -d FOLDER -- PROGRAM [arguments]\n"
     assert gc_profile(["-d", "profile_dir", "--", "no-such-program"]) == 2
     assert capfd.readouterr().err == "gc-profile: no-such-program: No such file or directory\n"
+
+
+def test_a_log_dir_that_gc_profile_replaces_is_noted(original, monkeypatch, tmp_path):
+    monkeypatch.setenv("FALCONET_RUNS", str(tmp_path / "profile_dir"))
+    line = "--generated-data --dataset cifar-10 --model-size 8 --iterations 1 --batch-size 4 --log-dir mine"
+    code, _, err = original("tf1:train.py", line)
+    expected = (
+        f"train.py: note: FALCONET_RUNS={tmp_path}/profile_dir, set by `gc-profile -d` or `falconet bench`, takes"
+    )
+    assert (code, err) == (0, f"{expected} precedence over mine, which this line asks for\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["profile_dir"]
+
+
+# Packages that a canonical option or a command needs, by the extra of pyproject.toml that installs them.
+NEEDED = {"wandb": "wandb", "wandb-project": "wandb", "tensorboard": "tensorboard", "clients": "serve"}
+
+
+@pytest.mark.parametrize(("folder", "dialect"), [("pytorch", "pytorch"), ("tensorflow", "tf1"), ("popart", "popart")])
+def test_requirements_install_what_the_options_need(folder, dialect):
+    (own,) = re.findall(r"^-e \.\./\.\.\[(.*)\]$", (COMPAT / folder / "requirements.txt").read_text(), re.M)
+    programs = [program for program in TABLES.values() if program.dialect == dialect]
+    set_by_options = {new for program in programs for option in program.options for new in option.new}
+    always = {"tensorboard"} if dialect == "popart" else set()  # the original always wrote its scalars
+    assert set(own.split(",")) == {NEEDED[name] for name in (set_by_options | always) & NEEDED.keys()}
 
 
 def test_the_benchmark_runner_has_its_old_name():
