@@ -172,7 +172,7 @@ def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> S
         Facts(
             options={name: entry["value"] for name, entry in built.launch.loaded.table().items()},
             folder=folder,
-            model=str(built.model),
+            model=built.placement.layers,
             parameters=built.placement.parameters,
             global_batch=built.plan.global_batch,
             replicas=built.plan.replicas,

@@ -365,13 +365,12 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         watch.log.end()
         with stopwatch.standing():
             averaged = _conclude(built, watch, folder)
-    held = metrics.measure_memory(state, built.replicas, built.site.grid)
+    memory_of_stages = metrics.measure_stages(state, built.replicas, built.site.grid)
     if world.is_first:
         ending = run_folder.Ending(
             checkpoints=saving.folder,
             metric=watch.validation.metric,
-            peak_memory=world.peak_memory(),
-            memory=held,
+            memory=memory_of_stages,
             is_last=built.phase.is_last,
         )
         run_folder.write_summary(folder, watch.log, ending)

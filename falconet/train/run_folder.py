@@ -48,8 +48,9 @@ from falconet.report.sinks import (
 )
 from falconet.report.styles import FALCONET, Conventions
 from falconet.report.throughput import Rate
+from falconet.train import metrics
 from falconet.train.log import Log
-from falconet.train.metrics import Memory
+from falconet.train.metrics import StageMemory
 
 
 def how_to_continue(folder: Path, checkpoints: Path) -> str:
@@ -307,8 +308,7 @@ class Ending:
 
     checkpoints: Path
     metric: Metric  # what its validations measured
-    peak_memory: int  # bytes
-    memory: Memory
+    memory: Sequence[StageMemory]  # of each stage
     is_last: bool  # no phase follows
 
 
@@ -324,8 +324,9 @@ def write_summary(folder: Path, log: Log, ending: Ending) -> None:
         "images_per_second": round(rate.images_per_second, 1),
         "training_seconds": round(rate.seconds, 1),
         "waiting_percent": round(rate.waiting_percent, 1),
-        "peak_memory_bytes": ending.peak_memory,
-        "memory_bytes": ending.memory.to_json(),
+        "peak_memory_bytes": max(stage.peak for stage in ending.memory),
+        "memory_bytes": ending.memory[0].held.to_json(),
+        **({"stages": [stage.to_json() for stage in ending.memory]} if len(ending.memory) > 1 else {}),
         "metrics": measured.latest,
         "best": {f"validation_{ending.metric.name}": best.accuracy, "update": best.update} if best else None,
         "checkpoints": str(ending.checkpoints),
@@ -352,8 +353,7 @@ def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
     lines["time"] = span(log.seconds)
     waited = f"{rate.waiting_percent:.0f}% of the time waiting for data"
     lines["images per second"] = f"{rate.images_per_second:,.0f} ({waited})"
-    lines["peak memory"] = f"{ending.peak_memory / 2**30:.2f} GiB"
-    lines |= ending.memory.told()
+    lines |= metrics.told(ending.memory, replicas=log.plan.replicas)
     if ending.is_last:
         with contextlib.suppress(CheckpointError):  # the file system may be gone by now; the run itself is done
             lines["best checkpoint"] = str(format.choose(ending.checkpoints, "best", lambda _: None).folder)
