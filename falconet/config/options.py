@@ -613,6 +613,10 @@ class Inference:
     """A named config for inference (`falconet configs`) or a YAML file of options; the command line overrides it."""
     replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Processes that predict in parallel, one per device; auto: as many as a launcher started, else 1."""
+    repeat: Annotated[int, AtLeast(1)] = 1
+    """Repetitions of --iterations batches, with a line for each of several."""
+    seconds: Annotated[float, MoreThan(0)] | None = None
+    """About how long a repetition may take: fewer batches than --iterations, but at least one."""
     output: Path | None = local(None)
     """Also write every latency and the result to this JSON file."""
     weights: Literal["random", "pretrained", "auto"] = local("random")

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
-from statistics import fmean, harmonic_mean, pstdev, quantiles
+from statistics import fmean, pstdev, quantiles
 
 import falconet
 from falconet.report import folders
 from falconet.report.folders import RunShape
-from falconet.report.inference import Predictions, TimedBatch
+from falconet.report.inference import Predictions, Repetition, TimedBatch
 from falconet.report.styles import FALCONET, Conventions, Facts, Origin, Point, RunLog, Validated
 
 _DATA_MODES = {"folder": "real"}  # in the PyTorch program's words
@@ -385,16 +385,21 @@ def pytorch_predictions(found: Predictions) -> list[str]:
 
 
 def tensorflow_predictions(found: Predictions) -> list[str]:
-    """The two lines of its validation, with no accuracy: the weights are random."""
-    rates, latencies = found.rates, found.latencies
+    """The latencies of all batches after the warm-up."""
+    latencies = found.latencies
     points = quantiles(latencies, n=1000, method="inclusive") if len(latencies) > 1 else [latencies[0]] * 999
-    whole = harmonic_mean(rates)  # all images over all seconds, as in the original; the mean of the rates is higher
-    seconds = len(rates) * found.micro_batch * found.devices / whole
     return [
         f"Latencies - avg: {fmean(latencies):8.4f}, 99th percentile: {points[989]:8.4f},"
-        f" 99.9th percentile: {points[998]:8.4f}, max: {max(latencies):8.4f}",
-        f"Validation top-1 accuracy [{found.model}] (iteration: {0:6d}, epoch: {0:6.2f}, img/sec: {whole:6.2f},"
-        f" time: {seconds:8.6f}, latency (ms): {fmean(latencies):8.4f}): {float('nan'):6.3f}%",
+        f" 99.9th percentile: {points[998]:8.4f}, max: {max(latencies):8.4f}"
+    ]
+
+
+def tensorflow_repetition(found: Repetition) -> list[str]:
+    """The line of its validation: all images over all seconds of the pass, as in the original."""
+    return [
+        f"Validation top-1 accuracy [{found.model}] (iteration: {0:6d}, epoch: {0:6.2f},"
+        f" img/sec: {found.images_per_second:6.2f}, time: {found.seconds:8.6f}, latency (ms): {found.latency:8.4f}):"
+        f" {found.accuracy:6.3f}%"
     ]
 
 
@@ -416,6 +421,7 @@ CONVENTIONS = {
         style=TensorFlow,
         run_folder=tensorflow_folder,
         predictions=tensorflow_predictions,
+        repetition=tensorflow_repetition,
         program=_program("tensorflow"),
     ),
     "popart": Conventions(

@@ -28,6 +28,29 @@ class TimedBatch(NamedTuple):
     instances: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """One of several passes over the same batches, warm-up included."""
+
+    model: str
+    number: int  # from 1
+    of: int
+    images: int  # of all processes
+    seconds: float
+    latency: float  # mean of a batch, milliseconds
+    accuracy: float  # percent
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / max(self.seconds, 1e-9)
+
+
+def repetition(found: Repetition) -> list[str]:
+    """A line for each of several."""
+    text = f"repetition {found.number} of {found.of}: {found.images_per_second:,.1f} images/s"
+    return [f"{text}, latency of a batch {found.latency:.3f} ms"] if found.of > 1 else []
+
+
 def heading(found: Predictions) -> list[str]:
     """What the figures below it are of."""
     processes = f" in each of {found.devices} processes" if found.devices > 1 else ""
