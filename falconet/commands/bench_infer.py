@@ -18,7 +18,7 @@ from falconet.config.load import Loaded, of_command, typed, unused_notes
 from falconet.config.options import share_of
 from falconet.config.settings import Setting
 from falconet.data.buffers import Batch
-from falconet.data.dataset import Dataset, open_dataset
+from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError, named_option
@@ -128,7 +128,7 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
     path = options.input.checkpoint_input_path
     if path is None:
         data = options.data
-        images = open_dataset(data, model=options.model.model, global_batch=data.micro_batch, seed=0)
+        images = open_to_measure(data, model=options.model.model, global_batch=data.micro_batch, seed=0)
         model = build_model(options.model, classes=images.classes, seed=0)
         _give_weights(model, options, classes=images.classes, note=console.screen_of(world).line)
         with named_option("precision"):

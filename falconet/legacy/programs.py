@@ -14,11 +14,11 @@ from falconet import exits
 
 with exits.at_once():  # the first 0.3 s of every program
     from falconet import cli
-    from falconet.errors import UserError, did_you_mean
+    from falconet.errors import DataError, UserError, did_you_mean
     from falconet.exits import DONE, INTERRUPTED, MISTAKE
     from falconet.legacy.conventions import CONVENTIONS
     from falconet.legacy.migration import help_of
-    from falconet.legacy.table import Place
+    from falconet.legacy.table import Needs, Place
     from falconet.legacy.translate import program_named, translate
     from falconet.parallel.environment import REPLICAS, find_place
     from falconet.report.folders import RUNS
@@ -40,6 +40,8 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
         if SHOW in words:
             _print("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
             return DONE
+        if not any(word.startswith("--data") for word in ours):  # which names other images
+            _require(translation.needs)
     except UserError as error:
         if _is_first(os.environ):
             print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
@@ -90,6 +92,12 @@ def canonical(argv: Sequence[str] | None = None) -> int:
         print(f"falconet.legacy.programs: got '{name}', {expected}", file=sys.stderr)  # noqa: T201
         return MISTAKE
     return cli.main(line, CONVENTIONS[name])
+
+
+def _require(needs: Sequence[Needs]) -> None:
+    for need in needs:
+        if not need.folder.is_dir():
+            raise DataError(f"{need.folder}: no such folder; {need.how}")
 
 
 def _overruled(asked: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[str]:

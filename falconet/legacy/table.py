@@ -35,7 +35,15 @@ class Variable:
     value: str
 
 
-Effect = To | Note | Variable
+@dataclass(frozen=True)
+class Needs:
+    """A folder that must be there before the line runs, and how to get it."""
+
+    folder: Path
+    how: str
+
+
+Effect = To | Note | Variable | Needs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from falconet.config.load import parse
 from falconet.config.settings import LINE, Setting, Unrepeated, read_yaml, spelled
 from falconet.errors import ConfigError, did_you_mean
 from falconet.legacy import popart, pytorch, tensorflow
-from falconet.legacy.table import Effect, Note, Old, Place, Program, To, Values, Variable, check_value, truth
+from falconet.legacy.table import Effect, Needs, Note, Old, Place, Program, To, Values, Variable, check_value, truth
 
 PROGRAMS = {
     program.name: program for program in (*pytorch.PROGRAMS, *tensorflow.PROGRAMS, *popart.PROGRAMS, *pytorch.RUNNERS)
@@ -38,6 +38,7 @@ class Translation:
     settings: tuple[Setting, ...]
     notes: tuple[str, ...]
     environment: Mapping[str, str]
+    needs: tuple[Needs, ...] = ()
 
     def argv(self) -> list[str]:
         """The canonical command line, without the program's name."""
@@ -103,6 +104,7 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
     settings: dict[str, Setting] = {}
     notes: list[str] = []
     environment: dict[str, str] = {}
+    needs: list[Needs] = []
     requested: set[str] = set()  # canonical options that the line asks for
     for option, effects in _effects(own, values, asked, command):
         is_requested = option is not None and asked.asks_for(option, own.options)
@@ -111,6 +113,8 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
                 notes.append(effect.text)
             elif isinstance(effect, Variable):
                 environment[effect.name] = effect.value
+            elif isinstance(effect, Needs):
+                needs.append(effect)
             elif known is not None and not _is_known(effect, known):
                 if option is not None and option.name in asked.typed:
                     notes.append(f"{option.name}: has no effect on `falconet {command}`")
@@ -132,6 +136,7 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
         settings=tuple(settings.values()),
         notes=(*dict.fromkeys(notes), *_unused_in_config(own, asked)),
         environment=environment,
+        needs=tuple(needs),
     )
 
 

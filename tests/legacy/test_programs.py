@@ -60,9 +60,7 @@ def test_every_script_runs_its_program(monkeypatch):
 
 
 def test_every_script_belongs_to_a_program():
-    scripts = {
-        path for path in COMPAT.rglob("*.py") if path.name not in ("__init__.py", "test_scripts.py", "make_samples.py")
-    }
+    scripts = {path for path in COMPAT.rglob("*.py") if path.name not in ("__init__.py", "test_scripts.py")}
     assert scripts == set(PROGRAMS.values())
 
 
