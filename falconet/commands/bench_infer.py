@@ -81,7 +81,7 @@ def _go(subject: Subject, world: World, conventions: Conventions) -> None:
     decided = []
     if options.inference.half_partial:
         allow_half_partials(world.device)
-        decided.append(describe_half_partials(world.device))
+        decided.append(describe_half_partials(REGIMES[options.machine.precision], world.device))
     share = share_of(options.workspace.available_memory_proportion, stage=0, stages=1)
     if share is not None:
         limit_workspace(share, world.device)

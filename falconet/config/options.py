@@ -373,7 +373,7 @@ class Numerics:
     auto_loss_scaling_period: Annotated[int, AtLeast(1)] = 1
     """Updates between changes of the automatic loss scale."""
     half_partial: bool = False
-    """Let matrix products accumulate in half precision, where the device can."""
+    """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
     enable_recompute: bool = False
     """Recompute activations in the backward pass instead of keeping all of them."""
     recompute_mode: Literal["none", "auto", "manual"] | None = None
@@ -622,7 +622,7 @@ class Inference:
     weights: Literal["random", "pretrained", "auto"] = local("random")
     """pretrained: timm's, from the Hugging Face cache or the network; auto: those if available, else random."""
     half_partial: bool = False
-    """Let matrix products accumulate in half precision, where the device can."""
+    """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
     profile: bool = local(False)
     """Instead, trace three batches with torch.profiler: profile/profile.json (chrome://tracing) and profile.txt."""
     plan: bool = local(False)
@@ -714,7 +714,7 @@ class Serving:
     capture: bool = True
     """On CUDA, capture each batch size as a graph and replay it: the same scores, less CPU work."""
     half_partial: bool = False
-    """Let matrix products accumulate in half precision, where the device can."""
+    """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,5 +129,5 @@ def open_classifier(line: Sequence[Setting], note: Say) -> tuple[Classifier, Ser
         note(f"averages the logits of {views.describe(classifier.tta)}")
     if options.serving.half_partial:
         allow_half_partials(classifier.device)
-        note(describe_half_partials(classifier.device))
+        note(describe_half_partials(classifier.regime, classifier.device))
     return classifier, options

@@ -33,7 +33,7 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     cli.show_any_name()
     try:
         if {"-h", "--help"} & set(words):
-            _print(help_of(program_named(program)))
+            _print(help_of(program_named(program), words))
             return DONE
         place = _place(Path(script), os.environ)
         translation = translate(program, [word for word in words if word != SHOW], place=place)

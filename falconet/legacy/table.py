@@ -126,6 +126,7 @@ class Old:
     required: bool = False
     lower: bool = False  # upper and lower case are the same
     least: int | None = None  # the smallest valid number
+    about: str = ""  # what it means; empty: the same as the first canonical option that it sets
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -134,6 +135,16 @@ class Old:
     @property
     def has_effect(self) -> bool:
         return bool(self.new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfModel:
+    """What the help of a program shows for the model that was typed."""
+
+    title: str
+    options: tuple[str, ...]  # which only this model has
+    hidden: tuple[str, ...]  # which only others have
+    defaults: Mapping[str, str]  # of options whose default depends on the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +158,7 @@ class Program:
     whole: bool = True  # sets its defaults too; else what was typed only, over a checkpoint's options
     conventions: str = "falconet"  # whose lines, files and names its users see
     rule: Rule | None = None  # what it always sets
+    of_model: Callable[[Values], OfModel] | None = None
     word: Old | None = None  # the words that belong to no option, such as a path; None: there are none
 
     @property
@@ -163,7 +175,7 @@ class Program:
         return self.name.partition(":")[2].rpartition("/")[2]
 
 
-IPU = "tuned the IPU only; no effect here"
+IPU = "tuned the IPU only"
 
 
 def same(name: str, kind: Kind, default: str | None = None, *, new: str = "", effect: str = "", **more: Any) -> Old:

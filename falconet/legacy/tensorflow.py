@@ -7,7 +7,21 @@ from math import ceil
 from falconet.errors import ConfigError
 from falconet.legacy import tensorflow_facts
 from falconet.legacy.pytorch_training import MEMORY
-from falconet.legacy.table import Effect, Note, Old, Program, To, Values, becomes, nothing, part_of, same, short, unused
+from falconet.legacy.table import (
+    Effect,
+    Note,
+    OfModel,
+    Old,
+    Program,
+    To,
+    Values,
+    becomes,
+    nothing,
+    part_of,
+    same,
+    short,
+    unused,
+)
 from falconet.legacy.tensorflow_machine import MACHINE
 from falconet.legacy.tensorflow_model import DATA, MODEL, own
 from falconet.legacy.tensorflow_output import OUTPUT
@@ -46,6 +60,18 @@ def refuse_other_families(old: Values) -> None:
         for name in names:
             if old.given(name) and tensorflow_facts.family(old) != family:
                 raise ConfigError(f"{name}: is for --model {family}, not {tensorflow_facts.family(old)}")
+
+
+def of_model(old: Values) -> OfModel:
+    """The options of the chosen model; --group-dim and --groups are those of several."""
+    kind = tensorflow_facts.family(old)
+    shared = () if kind in ("resnet", "squeezenet") else ("--group-dim",)
+    return OfModel(
+        title=f"{kind} {tensorflow_facts.size(old)} on {tensorflow_facts.dataset(old)}",
+        options=("--model-size", *shared, *OF_FAMILY.get(kind, ())),
+        hidden=tuple(name for other, names in OF_FAMILY.items() if other != kind for name in names),
+        defaults=tensorflow_facts.defaults(old),
+    )
 
 
 def without_effect(old: Values) -> Iterable[Effect]:
@@ -322,6 +348,7 @@ PROGRAMS = (
         about="trains from scratch, or continues with --restore-path",
         conventions="tensorflow",
         rule=training,
+        of_model=of_model,
     ),
     Program(
         name="tf1:validation.py",
@@ -330,6 +357,7 @@ PROGRAMS = (
         about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
         conventions="tensorflow",
         rule=predicting,
+        of_model=of_model,
     ),
     Program(
         name="tf1:restore.py",
@@ -397,5 +425,6 @@ PROGRAMS = (
         about="how fast the model predicts: `falconet bench infer`, or `bench serve` with --num-inference-thread",
         conventions="tensorflow",
         rule=predicting,
+        of_model=of_model,
     ),
 )

@@ -325,12 +325,12 @@ def _whose(other: Program, program: Program) -> str:
 
 def _canonical(names: Iterable[str], program: Program) -> str:
     """How to give the first of these that the program's command has."""
-    schema = COMMANDS.get(_command(program))
+    schema = COMMANDS.get(command_without_options(program))
     own = [name for name in names if schema and name in options_of(schema)]
     return f"; Falconet's option goes after a lone --: -- --{own[0]}" if own else ""
 
 
-def _command(program: Program) -> str:
+def command_without_options(program: Program) -> str:
     """The command of a program without options."""
     if isinstance(program.command, str):
         return program.command

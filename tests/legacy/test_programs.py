@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from falconet.config.options import Model
 from falconet.legacy.programs import gc_profile, main
+from falconet.legacy.tensorflow_facts import EFFICIENTNETS
 from falconet.legacy.translate import PROGRAMS as TABLES
+from falconet.models.efficientnet import SIZES
 
 COMPAT = Path(__file__).parents[2] / "compat"
 PROGRAMS = {
@@ -207,6 +210,51 @@ def test_help_lists_the_options_and_what_they_become(original, line):
     assert code == 0
     assert "--pipeline-splits TEXT ..." in out
     assert "--momentum: the same" in out
+
+
+EFFICIENTNET = """\
+efficientnet B4 on imagenet:
+  --model-size TEXT (default B4)
+      The layers of a resnet or resnext; B0 to B7, also 0 to 7, of an efficientnet. Here --model: a part of
+      the model's name
+  --group-dim NUMBER (default 1)
+"""
+
+
+def test_help_of_a_model_has_its_options_with_their_defaults_and_meaning(original):
+    code, out, _ = original("tf1:train.py", "--model efficientnet --model-size 4 --help")
+    assert code == 0
+    assert EFFICIENTNET in out
+    first, _, rest = out.partition("every model (defaults are those of this one):\n")
+    assert "  --dropout-rate NUMBER (default 0.4)\n      Dropout before the classifier. Here --efficientnet-" in first
+    assert "  --no-se\n      Without it: EfficientNet: squeeze and excitation in every block. Here " in first
+    assert "  --epochs, --epoch NUMBER (default 350)\n      Passes over the training images." in rest
+    assert "  --label-smoothing NUMBER (default 0.1)\n" in rest
+    assert "--use-bypass" not in out, "which is squeezenet's"
+    assert "auto:" not in first
+
+
+def test_help_of_a_model_on_cifar_has_the_defaults_of_cifar(original):
+    _, out, _ = original("tf1:train.py", "--model resnext --dataset cifar-10 --help")
+    assert "resnext 11 on cifar-10:\n" in out
+    assert "  --batch-size, --micro-batch-size NUMBER (default 8)\n" in out
+    assert "--convolution-groups NUMBER (default 32)" in out
+
+
+def test_help_of_a_line_with_a_mistake_is_that_of_all_models(original):
+    code, out, _ = original("tf1:train.py", "--model efficientnet --model-size 9 --help")
+    assert (code, "--use-bypass" in out) == (0, True)
+
+
+def test_defaults_in_the_help_are_those_of_the_models():
+    found = {f"efficientnet-{size.lower()}": shape for size, shape in EFFICIENTNETS.items()}
+    assert found == {
+        name: (str(size.width), str(size.depth), str(size.side), str(size.dropout)) for name, size in SIZES.items()
+    }
+    model = Model()
+    assert (model.efficientnet_expand_ratio, model.efficientnet_group_dim) == (6, 1)
+    assert (model.efficientnet_depth_divisor, model.efficientnet_top_width) == (8, 1280)
+    assert (model.resnext_groups, model.resnext_group_dim) == (32, 4)
 
 
 def test_a_mistake_is_one_line_under_the_scripts_name(original):
