@@ -179,7 +179,7 @@ def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
             of=repeat,
             images=per_batch * count,
             seconds=sum(one.throughput),
-            latency=1000 * sum(one.latency) / count,
+            latencies=[1000 * seconds for seconds in one.latency],
             accuracy=trial.accuracy,
         )
         for text in conventions.repetition(repetition):

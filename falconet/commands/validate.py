@@ -26,7 +26,7 @@ Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the image
 
 
 def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) -> int:
-    stated, screen = loaded.options, Screen()
+    stated, screen = loaded.options, Screen(words=conventions.words)
     path = stated.input.checkpoint_input_path
     output = stated.table.output or (_beside(path) if path else Path(evaluate.ACCURACIES_FILE))
     style = conventions.style(RunLog(screen.line, output.parent))

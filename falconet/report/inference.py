@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 
@@ -37,7 +38,7 @@ class Repetition:
     of: int
     images: int  # of all processes
     seconds: float
-    latency: float  # mean of a batch, milliseconds
+    latencies: Sequence[float]  # milliseconds
     accuracy: float  # percent
 
     @property
@@ -48,7 +49,7 @@ class Repetition:
 def repetition(found: Repetition) -> list[str]:
     """A line for each of several."""
     text = f"repetition {found.number} of {found.of}: {found.images_per_second:,.1f} images/s"
-    return [f"{text}, latency of a batch {found.latency:.3f} ms"] if found.of > 1 else []
+    return [f"{text}, latency of a batch {fmean(found.latencies):.3f} ms"] if found.of > 1 else []
 
 
 def heading(found: Predictions) -> list[str]:

@@ -291,6 +291,7 @@ class Conventions:
     batch: Callable[[TimedBatch], str] | None = None  # the line of each batch that predicts; None: none
     logs_where_it_saves: bool = False  # --checkpoint-output-path is the run folder too
     heartbeat: float | None = None  # seconds without a line after which a pipe gets one; None: one at the start
+    words: Callable[[str], str] = str  # a line with the options as the program that was started names them
     program: tuple[str, ...] = ("-m", "falconet")  # Python's arguments that start a worker, before its command
 
 

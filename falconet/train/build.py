@@ -81,7 +81,14 @@ def open_site(launch: Launch) -> Site:
     )
     # A plan is printed by one process, however many processes it is for.
     grid = divide(world, stages=launch.division.stages if world.size > 1 else 1)
-    return Site(world=world, grid=grid, threads=threads, screen=console.screen_of(world), note=console.spoken(world))
+    words = launch.conventions.words
+    return Site(
+        world=world,
+        grid=grid,
+        threads=threads,
+        screen=console.screen_of(world, words=words),
+        note=console.spoken(world, words=words),
+    )
 
 
 def _threads(launch: Launch) -> int:

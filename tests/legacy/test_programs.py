@@ -174,7 +174,8 @@ def test_a_run_is_continued_validated_and_averaged(original):
     assert original("tf1:train.py", line)[0] == 0
     code, out, _ = original("tf1:train.py", "--restore-path run --epochs 2 --dataset cifar-10 --generated-data")
     assert (code, "4 updates = 2 epochs" in out) == (0, True)
-    assert original("tf1:restore.py", "--restore-path run")[0] == 0
+    code, out, _ = original("tf1:restore.py", "--restore-path run")
+    assert (code, "a larger --epochs continues the run" in out) == (0, True)
     assert "Accuracy on test set" in original("pytorch:validate.py", "--checkpoint-input-path run")[1]
     line = "--restore-path run --filename average --mode mean --discard-last 1"
     assert "averaged 2 checkpoints (mean): ckpt-0, ckpt-2" in original("tf1:weight_avg.py", line)[1]
