@@ -63,7 +63,7 @@ def test_every_script_runs_its_program(monkeypatch):
 
 
 def test_every_script_belongs_to_a_program():
-    scripts = {path for path in COMPAT.rglob("*.py") if path.name not in ("__init__.py", "test_scripts.py")}
+    scripts = {path for path in COMPAT.rglob("*.py") if not re.match(r"__init__|conftest|test_", path.name)}
     assert scripts == set(PROGRAMS.values())
 
 
@@ -320,6 +320,15 @@ def test_requirements_install_what_the_options_need(folder, dialect):
     set_by_options = {new for program in programs for option in program.options for new in option.new}
     always = {"tensorboard"} if dialect == "popart" else set()  # the original always wrote its scalars
     assert set(own.split(",")) == {NEEDED[name] for name in (set_by_options | always) & NEEDED.keys()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["pytorch", "tensorflow"])
+def test_the_tests_in_an_originals_folder_pass(folder):
+    """As its README says: `pytest`."""
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    run = subprocess.run(line, cwd=COMPAT / folder, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
 
 
 def test_the_benchmark_runner_has_its_old_name():
