@@ -112,7 +112,7 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
     home = run_folder.claim(options, launch.conventions)
     if options.run.run_dir == "auto":
         argv += ["--no-temporary", "--run-dir", str(home)]  # chosen here, so that another attempt finds it
-    say, saved = Screen().line, run_folder.checkpoints(home, options)
+    say, saved = Screen(words=launch.conventions.words).line, run_folder.checkpoints(home, options)
     if options.run.temporary:
         say(run_folder.temporary_line(home))
     workers = Workers(
