@@ -229,7 +229,7 @@ def test_help_of_a_model_has_its_options_with_their_defaults_and_meaning(origina
     first, _, rest = out.partition("every model (defaults are those of this one):\n")
     assert "  --dropout-rate NUMBER (default 0.4)\n      Dropout before the classifier. Here --efficientnet-" in first
     assert "  --no-se\n      Without it: EfficientNet: squeeze and excitation in every block. Here " in first
-    assert "  --epochs, --epoch NUMBER (default 350)\n      Passes over the training images." in rest
+    assert "  --epochs, --epoch NUMBER (default 350)\n      Passes over the training images, such as 2.5. Here" in rest
     assert "  --label-smoothing NUMBER (default 0.1)\n" in rest
     assert "--use-bypass" not in out, "which is squeezenet's"
     assert "auto:" not in first
