@@ -13,7 +13,7 @@ from falconet.config.commands import DataBenchOptions
 from falconet.config.load import Loaded, unused_notes
 from falconet.config.rules import boxes_used
 from falconet.data import input, measure
-from falconet.data.dataset import Dataset, open_dataset
+from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.measure import Pipeline, Stage
 from falconet.data.sources import folder
@@ -34,7 +34,7 @@ def run(loaded: Loaded[DataBenchOptions]) -> int:
     for note in unused_notes(options, loaded.line):
         say(note)
     world = open_machine(options.machine)
-    images = open_dataset(
+    images = open_to_measure(
         options.data,
         model=options.model.model,
         global_batch=options.data.micro_batch,

@@ -26,7 +26,7 @@ Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the image
 
 
 def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) -> int:
-    stated, screen = loaded.options, Screen()
+    stated, screen = loaded.options, Screen(words=conventions.words)
     path = stated.input.checkpoint_input_path
     folder = stated.table.output.parent if stated.table.output else _folder(path)
     style = conventions.style(RunLog(screen.line, folder))

@@ -315,7 +315,9 @@ def open_dataset(
     if data.data in ("generated", "synthetic"):  # which differ only in the loader
         classes = value_or(data.classes, 10 if model.endswith("-cifar") else 1000)
         images = data.iterations * global_batch
-        return prepared(builtin.generate(images=images, image_size=size, classes=classes, seed=seed), data, size=size)
+        validated = value_or(data.validation_images, max(1, images // 10))
+        made = builtin.generate(images=images, validated=validated, image_size=size, classes=classes, seed=seed)
+        return prepared(made, data, size=size)
     splits, check = _opened(data, use_objects, seed=seed), Check()
     if splits.held_out is None and data.data == "folder" and data.val_fraction != Data.val_fraction:
         note = f"--val-fraction {data.val_fraction:g} has no effect: the photos are split already"
@@ -328,6 +330,13 @@ def open_dataset(
     if to_train:
         opened.check_trainable(data.bad_images_allowed)
     return opened
+
+
+def open_to_measure(data: Data, *, model: str, global_batch: int, seed: int, use_objects: UseObjects = "no") -> Dataset:
+    """The data for measurements of speed, which need no classes: photos may lie directly in the folder."""
+    if data.data == "folder" and data.data_dir is not None and layout.is_flat(data.data_dir):
+        return prepared(layout.unlabelled(data.data_dir, classes=IMAGENET_CLASSES), data, size=_image_size(data, model))
+    return open_dataset(data, model=model, global_batch=global_batch, seed=seed, use_objects=use_objects)
 
 
 def published_dataset(data: Data, *, model: str, percentage: float = 100.0) -> Dataset | None:

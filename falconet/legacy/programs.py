@@ -1,12 +1,15 @@
 """The originals' programs: each translates its command line and runs `falconet` with the conventions of its users.
 
 `python -m falconet.legacy.programs pytorch train ...` runs a canonical line in the same way; the other names are
-`tensorflow` and `popart`. The workers of a translated run are started so.
+`tensorflow` and `popart`. The workers of a translated run are started so, with the options that were typed as JSON
+before the command.
 """
 
+import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,14 +17,15 @@ from falconet import exits
 
 with exits.at_once():  # the first 0.3 s of every program
     from falconet import cli
-    from falconet.errors import UserError, did_you_mean
+    from falconet.errors import DataError, UserError, did_you_mean
     from falconet.exits import DONE, INTERRUPTED, MISTAKE
     from falconet.legacy.conventions import CONVENTIONS
     from falconet.legacy.migration import help_of
-    from falconet.legacy.table import Place
+    from falconet.legacy.table import Needs, Place
     from falconet.legacy.translate import program_named, translate
     from falconet.parallel.environment import REPLICAS, find_place
     from falconet.report.folders import RUNS
+    from falconet.report.styles import Conventions
 
 SHOW = "--show-translation"
 
@@ -33,13 +37,15 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     cli.show_any_name()
     try:
         if {"-h", "--help"} & set(words):
-            _print(help_of(program_named(program)))
+            _print(help_of(program_named(program), words))
             return DONE
         place = _place(Path(script), os.environ)
         translation = translate(program, [word for word in words if word != SHOW], place=place)
         if SHOW in words:
             _print("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
             return DONE
+        if not any(word.startswith("--data") for word in ours):  # which names other images
+            _require(translation.needs)
     except UserError as error:
         if _is_first(os.environ):
             print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
@@ -49,11 +55,11 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     if _is_first(os.environ):
-        for note in translation.notes:
+        for note in (*translation.notes, *_overruled(translation.environment, os.environ)):
             print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
     for variable, value in translation.environment.items():
         os.environ[variable] = os.environ.get(variable) or value
-    return cli.main([*translation.argv(), *ours], CONVENTIONS[program_named(program).conventions])
+    return cli.main([*translation.argv(), *ours], _conventions(program_named(program).conventions, translation.stored))
 
 
 def run(program: str, script: str, argv: Sequence[str] | None = None) -> NoReturn:
@@ -85,11 +91,35 @@ def gc_profile(argv: Sequence[str] | None = None) -> int:
 def canonical(argv: Sequence[str] | None = None) -> int:
     """A canonical command line, printed in the conventions that its first word names; returns the exit code."""
     name, *line = list(sys.argv[1:] if argv is None else argv) or [""]
+    stored = json.loads(line.pop(0)) if line and line[0].startswith("{") else None
     if name not in CONVENTIONS:
         expected = f"expected {', '.join(CONVENTIONS)}{did_you_mean(name, CONVENTIONS)}"
         print(f"falconet.legacy.programs: got '{name}', {expected}", file=sys.stderr)  # noqa: T201
         return MISTAKE
-    return cli.main(line, CONVENTIONS[name])
+    return cli.main(line, _conventions(name, stored))
+
+
+def _conventions(name: str, stored: Mapping[str, object] | None) -> Conventions:
+    """Those of an original, for a user who typed these options of it; workers get them on their line."""
+    known = CONVENTIONS[name]
+    if stored is None or known.options_file is None:
+        return known
+    return replace(known, typed=stored, program=(*known.program, json.dumps(stored)))
+
+
+def _require(needs: Sequence[Needs]) -> None:
+    for need in needs:
+        if not need.folder.is_dir():
+            raise DataError(f"{need.folder}: no such folder; {need.how}")
+
+
+def _overruled(asked: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[str]:
+    """Variables that are set already and so take precedence over what the line asks for."""
+    for variable, value in asked.items():
+        found = environment.get(variable)
+        if found and found != value:
+            whose = ", set by `gc-profile -d` or `falconet bench`," if variable == RUNS else ""
+            yield f"{variable}={found}{whose} takes precedence over {value}, which this line asks for"
 
 
 def _print(text: str) -> None:

@@ -1,7 +1,7 @@
 """Rows of the originals' tables: an old option, the values it takes, and what it becomes."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,15 @@ class Variable:
     value: str
 
 
-Effect = To | Note | Variable
+@dataclass(frozen=True)
+class Needs:
+    """A folder that must be there before the line runs, and how to get it."""
+
+    folder: Path
+    how: str
+
+
+Effect = To | Note | Variable | Needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +126,7 @@ class Old:
     required: bool = False
     lower: bool = False  # upper and lower case are the same
     least: int | None = None  # the smallest valid number
+    about: str = ""  # what it means; empty: the same as the first canonical option that it sets
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,6 +135,16 @@ class Old:
     @property
     def has_effect(self) -> bool:
         return bool(self.new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfModel:
+    """What the help of a program shows for the model that was typed."""
+
+    title: str
+    options: tuple[str, ...]  # which only this model has
+    hidden: tuple[str, ...]  # which only others have
+    defaults: Mapping[str, str]  # of options whose default depends on the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +157,10 @@ class Program:
     about: str
     whole: bool = True  # sets its defaults too; else what was typed only, over a checkpoint's options
     conventions: str = "falconet"  # whose lines, files and names its users see
+    settled: Callable[[Values], Mapping[str, object]] = lambda _: {}  # defaults that it computes, by option
+    lacks: Callable[[Values], Collection[str]] = lambda _: ()  # options that it has with another model only
     rule: Rule | None = None  # what it always sets
+    of_model: Callable[[Values], OfModel] | None = None
     word: Old | None = None  # the words that belong to no option, such as a path; None: there are none
 
     @property
@@ -155,7 +177,29 @@ class Program:
         return self.name.partition(":")[2].rpartition("/")[2]
 
 
-IPU = "tuned the IPU only; no effect here"
+IPU = "tuned the IPU only"
+STORED = {"--no-validation": "validation", "--gc-profile": "profile"}  # where argparse stored them under another name
+
+
+def stored(own: Program, values: Values) -> dict[str, object]:
+    """Every option as argparse had it, by name: typed or default, numbers as numbers; None where it had neither."""
+    found: dict[str, object] = {STORED.get(name, name): value for name, value in own.settled(values).items()}
+    left_out = {"--help", "-h", *own.lacks(values)}
+    for option in (each for each in own.options if each.name not in left_out):
+        name = STORED.get(option.name, option.name)
+        if option.kind == "flag":
+            found[name] = values.flag(option.name) is not (name == "validation")
+        elif option.count == "some":
+            found[name] = [_plain(option, text) for text in values.texts(option.name)]
+        elif values.has(option.name):
+            found[name] = _plain(option, values.text(option.name))
+        else:
+            found.setdefault(name, None)
+    return {name.lstrip("-").replace("-", "_"): value for name, value in found.items()}
+
+
+def _plain(option: "Old", text: str) -> object:
+    return {"whole": int, "number": float}.get(option.kind, str)(text)
 
 
 def same(name: str, kind: Kind, default: str | None = None, *, new: str = "", effect: str = "", **more: Any) -> Old:

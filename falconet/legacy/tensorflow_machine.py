@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from falconet.errors import ConfigError
 from falconet.legacy import tensorflow_facts
 from falconet.legacy.layer_names import legal_splits, tensorflow_layer
-from falconet.legacy.pytorch_training import FP_EXCEPTIONS, MEMORY, OFFLINE
+from falconet.legacy.pytorch_training import EXCHANGE, FP_EXCEPTIONS, MEMORY, OFFLINE
 from falconet.legacy.table import IPU, Effect, Note, Old, To, Values, Variable, becomes, nothing, part_of, same, short
 
 SELECT = "devices are chosen by CUDA_VISIBLE_DEVICES"
@@ -105,12 +105,14 @@ def compile_only(old: Values) -> Iterable[Effect]:
 
 
 def memory_shares(old: Values) -> Iterable[Effect]:
-    """One, or two per stage, for convolutions and matrix products; the largest where the stages have changed."""
-    shares = old.numbers("--available-memory-proportion")[::2]
-    if shares and len(shares) not in (1, old.whole("--shards")):
-        shares = [max(shares)]
+    """One, or two per stage, for convolutions and matrix products; another number is refused, as in the original."""
+    shares, shards = old.numbers("--available-memory-proportion"), old.whole("--shards")
+    several = 2 * shards if old.flag("--pipeline") else 1
+    if shares and len(shares) not in (1, several):
+        each = f"one, or {several}: two for each of the {shards} --shards" if several > 1 else "one without --pipeline"
+        raise ConfigError(f"--available-memory-proportion: got {len(shares)} values, expected {each}")
     if shares:
-        yield To("available-memory-proportion", tuple(short(share) for share in shares))
+        yield To("available-memory-proportion", tuple(short(share) for share in shares[::2]))
 
 
 def half_partials(old: Values) -> Iterable[Effect]:
@@ -259,7 +261,7 @@ MACHINE: tuple[Old, ...] = (
     nothing("--min-remote-tensor-size", "whole", "--offload-optimizer moves all of the state", "128"),
     nothing("--gather-conv-output", "flag", IPU),
     nothing("--enable-conv-dithering", "flag", IPU),
-    nothing("--internal-exchange-optimisation-target", "text", IPU, choices=("balanced", "cycles", "memory")),
+    nothing("--internal-exchange-optimisation-target", "text", EXCHANGE, choices=("balanced", "cycles", "memory")),
     becomes("--compile-only", "flag", None, "plan", compile_only, OFFLINE),
     nothing("--on-demand", "flag", IPU),
     nothing("--prefetch-depth", "whole", "the loader reads ahead, within a limit of bytes"),

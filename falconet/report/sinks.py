@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,7 +51,7 @@ class WeightSink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object per line. A restored run appends; the last line of an update is the valid one."""
+    """metrics.jsonl: one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self._lines = writing.GrowingFile(path)
@@ -65,10 +65,7 @@ class JsonLines:
 
 
 class UpdateTimes:
-    """updates.jsonl: at each log point, the milliseconds of the updates since the previous one, up to `update`.
-
-    A restored run appends; an update that it repeats is in two lines, of which the last is the valid one.
-    """
+    """updates.jsonl: at each log point, the milliseconds of the updates since the previous one, up to `update`."""
 
     def __init__(self, path: Path) -> None:
         self._lines = writing.GrowingFile(path)
@@ -84,12 +81,14 @@ class UpdateTimes:
 class TensorBoard:
     """TensorBoard event files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, after: int | None = None) -> None:
+        """`after`: the update that a run continues from; what an earlier start wrote beyond it is hidden."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError("needs the package tensorboard: pip install 'falconet[tensorboard]'") from error
-        self._writer: Any = SummaryWriter(str(writing.subfolder(folder.parent, folder.name)))
+        home = writing.subfolder(folder.parent, folder.name)
+        self._writer: Any = SummaryWriter(str(home), purge_step=None if after is None else after + 1)
 
     def write(self, update: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -114,21 +113,34 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Weights & Biases; WANDB_MODE=offline keeps everything in the run folder."""
+    """Weights & Biases; offline, everything stays in the run folder."""
 
-    def __init__(self, folder: Path, *, project: str, name: str, config: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        project: str,
+        name: str,
+        config: Mapping[str, object],
+        offline: Callable[[str], None] | None = None,
+    ) -> None:
+        """`offline`: called with the reason if it has to log offline; None: refuse to."""
         try:
             import wandb
         except ImportError as error:
             raise ConfigError("needs the package wandb: pip install 'falconet[wandb]'") from error
-        writing.subfolder(folder, "wandb")  # it writes there
+        place = writing.subfolder(folder, "wandb")  # it writes there
+        about: dict[str, Any] = {"project": project, "name": name, "dir": str(folder), "config": dict(config)}
         try:
-            self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config))
+            self._run: Any = wandb.init(**about)
         except wandb.Error as error:  # no key, or no connection to the server
             problem = " ".join(str(error).split()).rstrip(".")
-            raise ConfigError(
-                f"Weights & Biases: {problem}; WANDB_MODE=offline needs neither a key nor a network"
-            ) from error
+            if offline is None:
+                raise ConfigError(
+                    f"Weights & Biases: {problem}; WANDB_MODE=offline needs neither a key nor a network"
+                ) from error
+            offline(f"{problem}; logging offline to {place}, which `wandb sync` uploads")
+            self._run = wandb.init(**about, mode="offline")
         self._histogram: Any = wandb.Histogram
 
     def write(self, update: int, metrics: Metrics) -> None:

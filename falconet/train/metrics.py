@@ -1,9 +1,10 @@
 """Metrics on their way from the device to the sinks; reading them is the loop's only wait for the device."""
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -45,16 +46,18 @@ class Meter:
         if not self._unread:
             return
         first = self.progress.update - len(self._unread) + 1
-        losses = torch.stack([update.loss for update in self._unread]).double() / self._replicas
+        losses = torch.stack([torch.stack((update.loss, update.smoothing)) for update in self._unread])
+        losses = losses.double() / self._replicas
         counts = torch.stack([torch.stack((update.correct, update.images)) for update in self._unread])
         means, sums = self._world.sum(losses).tolist(), self._world.sum(counts).tolist()
         skips = torch.stack([update.skipped for update in self._unread]).tolist()  # the same in every process
         self._unread.clear()
-        for number, (loss, (correct, images), skipped) in enumerate(zip(means, sums, skips, strict=True), start=first):
+        read = zip(means, sums, skips, strict=True)
+        for number, ((loss, smoothing), (correct, images), skipped) in enumerate(read, start=first):
             if not math.isfinite(loss):
                 raise NotFiniteError(number, loss)
             for totals in (self.progress.interval, self.progress.epoch):
-                totals.add(loss, correct, images, skipped)
+                totals.add(loss, correct, images, skipped, smoothing)
 
     def end_interval(self) -> Totals:
         """The totals since the last call."""
@@ -90,10 +93,14 @@ class Measurements:
 
     def write(self, update: int, metrics: Mapping[str, float]) -> None:
         self.latest.update(metrics)
+        self.note(update, metrics)
+        self._sink.write(update, metrics)
+
+    def note(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Metrics for the checkpoint of `update` alone."""
         if self._update != update:
             self._update, self._current = update, {}
         self._current.update({name.replace("/", "_"): value for name, value in metrics.items()})
-        self._sink.write(update, metrics)
 
     def score(self, update: int, accuracy: float, loss: float) -> bool:
         """Note what checkpoints are compared by, accuracy in percent and then loss; whether it is the best so far."""
@@ -133,16 +140,65 @@ class Memory:
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        held: dict[str, Any] = {
+            name: Held(**value) if isinstance(value, dict) else value for name, value in content.items()
+        }
+        return cls(**held)
+
     def told(self) -> dict[str, str]:
         """For the summary: what sharding and offloading save, where there is any."""
         state, lines = self.optimizer_state, {}
         if state.both < self.whole_state or (state.host and self.weights.device):
             lines["weights"] = f"{_megabytes(self.weights.both)}, gradients {_megabytes(self.gradients.both)}"
-            where = f"{_megabytes(state.device)} on the device, " if state.device else ""
-            lines["optimizer state"] = f"{where}{_megabytes(state.host)} on the host"
+            lines["optimizer state"] = self.state_in_words()
         if state.both < self.whole_state:
             lines["optimizer state"] += f" of this process, {_megabytes(self.whole_state)} in total"
         return lines
+
+    def state_in_words(self) -> str:
+        """Where the optimizer's state of this process is."""
+        state = self.optimizer_state
+        where = f"{_megabytes(state.device)} on the device, " if state.device else ""
+        return f"{where}{_megabytes(state.host)} on the host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """The memory of one stage of the first replica; a model in one piece is one stage."""
+
+    peak: int  # bytes, the most of its replicas
+    held: Memory
+
+    def to_json(self) -> dict[str, object]:
+        return {"peak_memory_bytes": self.peak, "memory_bytes": self.held.to_json()}
+
+
+def told(stages: Sequence[StageMemory], *, replicas: int) -> dict[str, str]:
+    """For the summary: the peak, and what dividing and offloading save; of several stages, all numbers of each."""
+    peaks = [f"{stage.peak / 2**30:.2f} GiB" for stage in stages]
+    if len(stages) == 1:
+        return {"peak memory": peaks[0] + (" per process, at most" if replicas > 1 else "")} | stages[0].held.told()
+    total = f"; {_megabytes(stages[0].held.whole_state)} in total"
+    return {
+        "peak memory": _by_stage(peaks),
+        "weights": _by_stage([_megabytes(stage.held.weights.both) for stage in stages]),
+        "gradients": _by_stage([_megabytes(stage.held.gradients.both) for stage in stages]),
+        "optimizer state": _by_stage([stage.held.state_in_words() for stage in stages]) + total,
+    }
+
+
+def _by_stage(texts: Sequence[str]) -> str:
+    return "; ".join(f"stage {number}: {text}" for number, text in enumerate(texts))
+
+
+def measure_stages(state: TrainState, replicas: Replicas, grid: Grid) -> list[StageMemory]:
+    """The memory of each stage of this replica after an update; a collective."""
+    held, peak = measure_memory(state, replicas, grid), torch.tensor(grid.world.peak_memory())
+    mine = StageMemory(peak=int(grid.replicas.max(peak)), held=held)
+    found = [json.loads(text) for text in grid.stages.texts(json.dumps(mine.to_json()), "the summary")]
+    return [StageMemory(peak=each["peak_memory_bytes"], held=Memory.from_json(each["memory_bytes"])) for each in found]
 
 
 def measure_memory(state: TrainState, replicas: Replicas, grid: Grid) -> Memory:

@@ -5,7 +5,15 @@ import json
 import pytest
 
 from falconet.errors import ConfigError
-from falconet.parallel.environment import Place, asked_of_launcher, attempt, cores_of, find_place, first_host
+from falconet.parallel.environment import (
+    Place,
+    asked_of_launcher,
+    attempt,
+    cores_of,
+    find_place,
+    first_host,
+    threads_of,
+)
 
 CLUSTER = {"cluster": {"chief": ["a:1234"], "worker": ["b:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
 PLACES = {
@@ -186,3 +194,21 @@ def test_cores_are_divided_unless_the_launcher_binds_them(variables, host, own, 
 
 def test_future_processes_share_the_cores():
     assert cores_of({}, host=8, own=8, expected=4) == 2
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
+THREADS = {
+    "unset": ({}, 8),
+    "set": ({"OMP_NUM_THREADS": "3"}, 3),
+    "nested": ({"OMP_NUM_THREADS": "3,2"}, 3),
+    "empty": ({"OMP_NUM_THREADS": ""}, 8),
+    "invalid, which OpenMP ignores": ({"OMP_NUM_THREADS": "0"}, 8),
+    "torchrun's own": (TORCHRUN, 8),
+    "the user's under torchrun": (TORCHRUN | {"OMP_NUM_THREADS": "2"}, 2),
+    "the user's under our launcher": (TORCHRUN | {"FALCONET_LAUNCHER": "77"}, 1),
+}
+
+
+@pytest.mark.parametrize(("variables", "threads"), THREADS.values(), ids=THREADS)
+def test_omp_num_threads_is_respected(variables, threads):
+    assert threads_of(variables, cores=8) == threads
