@@ -140,9 +140,21 @@ def test_plan_lists_layers_weights_and_memory_per_stage(two_stages):
 
 def test_micro_batches_in_flight_are_started_and_unfinished_ones():
     stages, kinds = range(4), ("grouped", "interleaved", "sequential")
-    found = {kind: [in_flight(kind, stage=s, stages=4, micro_batches=8) for s in stages] for kind in kinds}
-    assert found == {"grouped": [8, 8, 8, 8], "interleaved": [4, 3, 2, 1], "sequential": [1, 1, 1, 1]}
+    found = {kind: [in_flight(kind, stage=s, stages=4, micro_batches=1024) for s in stages] for kind in kinds}
+    assert found == {"grouped": [8, 7, 6, 5], "interleaved": [4, 3, 2, 1], "sequential": [1, 1, 1, 1]}
     assert in_flight("interleaved", stage=0, stages=4, micro_batches=3) == 3
+    assert in_flight("grouped", stage=0, stages=4, micro_batches=6) == 6
+
+
+@pytest.mark.parametrize("micro_batches", [2, 6, 20])
+def test_grouped_holds_at_most_twice_the_stages(micro_batches):
+    found = gloo.in_world(4, pipeline_scenarios.flights, "grouped", micro_batches)
+    expected = [in_flight("grouped", stage=s, stages=4, micro_batches=micro_batches) for s in range(4)]
+    assert [most for most, _, _ in found] == expected
+    assert [left for _, left, _ in found] == [0, 0, 0, 0]
+    one_at_a_time = gloo.in_world(4, pipeline_scenarios.flights, "sequential", micro_batches)
+    for (_, _, mine), (_, _, theirs) in zip(found, one_at_a_time, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 MESHES = {  # replicas x stages -> one process with the same global batch
@@ -155,6 +167,11 @@ MESHES = {  # replicas x stages -> one process with the same global batch
         f"{GROUP} --ema-half-life 0.1 --replicas 2 --gradient-accumulation 2 --pipeline-splits layer2/0",
         f"{GROUP} --ema-half-life 0.1",
         1e-6,
+    ),
+    "4 stages, grouped": (
+        f"{LINE} --gradient-accumulation 12 --pipeline-splits layer1/0/conv2 layer2/0 layer3/0/bn1",
+        f"{LINE} --gradient-accumulation 12",
+        0.0,
     ),
     "any model of timm": (
         f"{LINE} --model timm:regnetx_002 --image-size 32 --pipeline-splits s1/b1 s2/b1/conv2 s3/b2",
