@@ -401,7 +401,7 @@ class Parallel:
     pipeline_splits: tuple[str, ...] = ()
     """Layers that start a new pipeline stage, such as layer3/0, one process per stage; auto:N: N balanced stages."""
     pipeline_schedule: Literal["grouped", "interleaved", "sequential"] = "grouped"
-    """grouped: all forward, then all backward; interleaved: in turn, with less memory; sequential: one at a time."""
+    """Micro-batches that are kept: grouped: twice the stages at most; interleaved: half of that; sequential: one."""
     strict_devices: bool = False
     """Refuse to run on fewer devices than replicas x stages, instead of folding replicas and stages."""
     bucket_size: Annotated[float, MoreThan(0)] = 25.0

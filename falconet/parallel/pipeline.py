@@ -94,8 +94,8 @@ class Pipeline:
 class ScheduleGrouped(Schedule1F1B):
     """1F1B as in a pipeline of twice the stages: each stage runs that many more micro-batches forward first.
 
-    GPipe, which runs all of an update forward first, would hold all of them. Every stage is later by the same number, so
-    that the messages of neighbours stay paired: NCCL waits forever for those that are not.
+    GPipe, which runs all of an update forward first, would hold all of them. Every stage is later by the same number:
+    so the messages of neighbours stay paired, without which NCCL would wait forever.
     """
 
     def __init__(self, stage: PipelineStage, micro_batches: int, **rest: Any) -> None:

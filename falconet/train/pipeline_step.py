@@ -342,17 +342,33 @@ class StagedModel:
             f"pipeline of {self._count} stages, {kind}: {counted(shape.accumulation, 'micro-batch')} per update;"
             f" each stage recomputes {_RECOMPUTED[self._mode]}",
         ]
-        for number, (stage, footprint) in enumerate(zip(self._stages, self._footprints, strict=True)):
+        for number, (stage, need) in enumerate(zip(self._stages, self.needs(shape.micro_batch, kind), strict=True)):
             flights = in_flight(kind, stage=number, stages=self._count, micro_batches=shape.accumulation)
-            weights = training_bytes(stage.module, options, regime=self.setup.regime, replicas=shape.replicas)
-            recomputed = frozenset() if self._mode == "none" else footprint.every
-            activations = (flights - 1) * footprint.stored(recomputed) + footprint.peak(recomputed)
             lines.append(
                 f"stage {number}: {stage.first} to {stage.last}, {zoo.count_parameters(stage.module):,} parameters,"
                 f" {counted(flights, 'micro-batch')} in flight,"
-                f" {(weights + activations) / GIB:.3f} GiB predicted"
+                f" {need / GIB:.3f} GiB predicted"
             )
         return lines
+
+    def needs(self, micro_batch: int, kind: Kind) -> list[int]:
+        """Predicted bytes of each stage with a micro-batch of another size, for updates of as many images."""
+        options, shape = self.setup.options, self.setup.shape
+        images = shape.micro_batch * shape.accumulation
+        needs = []
+        for number, (stage, footprint) in enumerate(zip(self._stages, self._footprints, strict=True)):
+            flights = in_flight(kind, stage=number, stages=self._count, micro_batches=images // micro_batch)
+            weights = training_bytes(stage.module, options, regime=self.setup.regime, replicas=shape.replicas)
+            recomputed = frozenset() if self._mode == "none" else footprint.every
+            activations = (flights - 1) * footprint.stored(recomputed) + footprint.peak(recomputed)
+            needs.append(weights + activations * micro_batch // shape.micro_batch)
+        needs[0] += self._copies * images * 3 * self.setup.images.training.image_size**2
+        return needs
+
+    @property
+    def _copies(self) -> int:
+        """Of an update's images on the first stage: as loaded, joined for the schedule, and the next update's."""
+        return 3 if self.setup.device.type == "cuda" else 2
 
     def stages(self) -> Stages:
         own = self._stages[self.setup.grid.stages.rank].module.state_dict()

@@ -1,5 +1,6 @@
 """How a model lies on devices: here whole in each process; in `pipeline_step`, a stage in each."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -217,6 +218,10 @@ class WholeModel:
         if recomputation and recomputation.stored:
             recompute(model, recomputation.stored)
         return model
+
+    def copied(self) -> nn.Module:
+        """A copy of the model on its device, to look at; a plan builds nothing."""
+        return self.setup.regime.prepare(copy.deepcopy(self._model[0]), self.setup.device)
 
     def stages(self) -> Stages:
         return OneStage()
