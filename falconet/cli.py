@@ -14,8 +14,6 @@ from falconet.config.commands import (
     COMMANDS,
     AverageOptions,
     BenchOptions,
-    DataBenchOptions,
-    ValidateOptions,
 )
 from falconet.config.help import EVERYTHING, help_lines, overview
 from falconet.config.load import read_line
@@ -38,7 +36,7 @@ from falconet.report.styles import FALCONET, Conventions
 GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first words of commands of two words
 CONVENTIONAL = ("train", "restore", "validate", "bench infer", "bench serve")  # commands that take conventions
 HELP = ("-h", "--help", EVERYTHING)
-ONE_PROCESS = (ValidateOptions, AverageOptions, BenchOptions, DataBenchOptions)  # of several, the others do nothing
+ONE_PROCESS = (AverageOptions, BenchOptions)  # of several, the others do nothing
 START = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
 

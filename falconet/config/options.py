@@ -550,6 +550,14 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Processes that share the images."""
+
+    replicas: Annotated[int, AtLeast(1)] | Auto = local("auto")
+    """Processes that measure together, one per device; auto: as many as a launcher started, else 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Average:
     """Which checkpoints are averaged, and how."""
 

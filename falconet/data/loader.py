@@ -160,6 +160,13 @@ class Loader:
         return mixing.draw(self._mixed, indices=indices, micro_batch=number, side=side, seed=self._seed, epoch=epoch)
 
 
+def stretch(images: int, *, replicas: int, replica: int) -> range:
+    """The images that a replica evaluates; those of the first are as many as any has."""
+    share = -(-images // replicas)
+    begin = min(share * replica, images)
+    return range(begin, min(begin + share, images))
+
+
 class EvaluationLoader:
     """Every image once, in order.
 
@@ -172,10 +179,9 @@ class EvaluationLoader:
     ) -> None:
         self._reader, self._labels, self._batch = reader, labels, shape.micro_batch
         self._resources = resources or Resources()
-        share = -(-len(labels) // shape.replicas)
-        self._begin = min(share * shape.replica, len(labels))
-        self._end = min(self._begin + share, len(labels))
-        self.batches_per_replica = -(-share // self._batch)
+        own = stretch(len(labels), replicas=shape.replicas, replica=shape.replica)
+        self._begin, self._end = own.start, own.stop
+        self.batches_per_replica = -(-len(stretch(len(labels), replicas=shape.replicas, replica=0)) // self._batch)
 
     def batches(self) -> Iterator[Batch]:
         """This replica's batches, on the device."""

@@ -190,14 +190,18 @@ def _divided(loaded: Options, place: Place | None) -> Division:
             raise DeviceError(f"--strict-devices: {error}") from None
         except ConfigError as error:
             raise ConfigError(f"--replicas: {error}") from None
-    if device_kind(machine.device) == "cuda":
-        count = torch.cuda.device_count()
-        devices, what = max(1, count), f"{are(count, 'CUDA device')} available"
-    else:
-        cores = world.cores()
-        devices, what = PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} available, for 2 processes each"
+    devices, what = devices_of(machine)
     with named_option("strict_devices"):
         return over_devices(asked, devices=devices, what=what)
+
+
+def devices_of(machine: options.Machine) -> tuple[int, str]:
+    """How many processes the devices of this host are enough for, and that in words."""
+    if device_kind(machine.device) == "cuda":
+        count = torch.cuda.device_count()
+        return max(1, count), f"{are(count, 'CUDA device')} available"
+    cores = world.cores()
+    return PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} available, for {PROCESSES_PER_CORE} processes each"
 
 
 def _check_stages(stages: int) -> None:

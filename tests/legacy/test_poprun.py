@@ -65,6 +65,18 @@ def test_falconet_trains_under_poprun_and_notes_what_has_no_effect(tmp_path):
     assert max(updates) == 8
 
 
+def test_the_host_benchmark_measures_every_rank(tmp_path):
+    line = "--data generated --micro-batch-size 16 --iterations 2 --dataloader-worker 1"
+    ours = "--image-size 8 --seconds 0.01 --iterations 4 --output r.json"
+    script = Path(__file__).parents[2] / "compat/pytorch/datasets/host_benchmark.py"
+    program = [sys.executable, str(script), *line.split(), "--", *ours.split()]
+    code, out, err = run("--num-replicas 2 --num-instances 2", program, tmp_path)
+    assert (code, err) == (0, "")
+    assert out.count("Throughput of the iteration:") == 2, "a line for each pass, from the first process"
+    assert "1 loader threads in each of 2 processes" in out
+    assert json.loads((tmp_path / "r.json").read_text())["processes"] == 2
+
+
 MISTAKES = {
     "of stages": pytest.param(
         "--num-replicas 1 --ipus-per-replica 2",
