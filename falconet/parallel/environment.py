@@ -24,6 +24,7 @@ FIRST = "first"  # a file in it: the first worker has started
 BOUND = "FALCONET_BOUND"  # this process is already bound to a NUMA node
 TETHERED = "FALCONET_TETHERED"  # the launcher that holds our stdin open while it runs, by its name
 REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what the launcher was asked for
+RUNNING = "FALCONET_RUNNING_STAGES"  # stages of a replica that have a process each, as the launcher decided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,20 @@ def asked_of_launcher(environment: Mapping[str, str]) -> tuple[int, int] | None:
     if not _are_set(environment, REPLICAS, STAGES):
         return None
     return _number(environment, REPLICAS), _number(environment, STAGES)
+
+
+def stages_running(environment: Mapping[str, str]) -> int | None:
+    """Stages of a replica that the launcher has a process for, on one host; None: it left that open."""
+    return _number(environment, RUNNING) if _are_set(environment, RUNNING) else None
+
+
+def is_one_per_host(environment: Mapping[str, str], place: Place) -> bool:
+    """Whether each host of TF_CONFIG has one process, which starts those that the plan needs there."""
+    if place.launcher not in ("TF_CONFIG", "mpirun") or place.local_size > 1:
+        return False
+    cluster = json.loads(environment.get("TF_CONFIG") or "{}").get("cluster", {})
+    hosts = [address.rsplit(":", 1)[0] for address in (*cluster.get("chief", []), *cluster.get("worker", []))]
+    return len(set(hosts)) == len(hosts) == place.size
 
 
 def attempt(environment: Mapping[str, str]) -> int:

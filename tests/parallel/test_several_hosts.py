@@ -1,7 +1,9 @@
 """Two hosts (network namespaces) with two processes each; one is disconnected and comes back."""
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -68,6 +70,22 @@ class Hosts:
             [sys.executable, "-m", "falconet.legacy.poprun", *flags, sys.executable, *program],
             cwd=cwd,
             env={"PYTHONPATH": ""} | os.environ | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def worker(self, number, program, cwd, *, cores=2):
+        """A program on one host, as a person starts it there for TF_CONFIG."""
+        addresses = [f"{self.network}.{host}:29801" for host in (1, 2)]
+        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": number}}
+        name = ("left", "right")[number]
+        inside = ["taskset", "-c", f"0-{cores - 1}", sys.executable, *program]
+        shell = f"hostname {name}; exec {shlex.join(inside)}"
+        return subprocess.Popen(
+            ["ip", "netns", "exec", f"{self.prefix}-{name}", "unshare", "--uts", "sh", "-c", shell],
+            cwd=cwd,
+            env={"PYTHONPATH": ""} | os.environ | {"TF_CONFIG": json.dumps(config), "GLOO_SOCKET_IFNAME": "cable"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -179,4 +197,30 @@ def test_replicas_that_do_not_divide_are_refused_in_one_line(hosts, tmp_path):
     assert err.count("\n") == 1
     assert "--replicas: 6 replicas with accumulation 1 requested, but torchrun started 4 processes" in err
     assert not (tmp_path / "r").exists()
+    gone(hosts)
+
+
+STAGED = f"{TINY} --micro-batch-size 2 --epoch 1 --logs-per-epoch 4 --pipeline-splits layer2/0"
+
+
+def ends(workers):
+    return [(*process.communicate(timeout=LIMIT), process.returncode) for process in workers]
+
+
+def test_each_worker_of_tf_config_starts_the_processes_that_it_has_devices_for(hosts, tmp_path):
+    """Of 2 x 2 replicas of 2 stages, one core of the second host is enough for one: so on the first host, too."""
+    line = ["-m", "falconet", "train", *STAGED.split(), "--replicas", "4", "--run-dir", "r"]
+    workers = [hosts.worker(number, line, tmp_path, cores=cores) for number, cores in ((0, 2), (1, 1))]
+    (out, err, code), (other, wrong, also) = ends(workers)
+    assert (code, err, also, wrong) == (0, "", 0, ""), out
+    assert "global batch 8 = micro-batch 2 x accumulation 2 x replicas 2" in out
+    assert "pipeline of 2 stages" in out
+    why = "2 replicas of 2 stages requested, devices for 2 processes on the host with the fewest: 1 runs, with 2 times"
+    assert out.startswith(f"note: on each of 2 hosts: {why} the accumulation; same global batch and learning rate\n")
+    assert out.count("note: ") == 1
+    assert other == "worker 1 of 2 on right: 2 processes here; worker 0 prints what is trained, and saves\n"
+    line = ["-m", "falconet", "train", *STAGED.split(), "--replicas", "2", "--gradient-accumulation", "2"]
+    one = subprocess.run([sys.executable, *line, "--run-dir", "one"], cwd=tmp_path, capture_output=True, timeout=LIMIT)
+    assert one.returncode == 0
+    assert_bitwise(tmp_path / "one", tmp_path / "r")
     gone(hosts)
