@@ -98,13 +98,6 @@ def over_processes(asked: Asked, *, size: int, launcher: str, running: int | Non
     )
 
 
-def processes_that_fit(replicas: int, *, stages: int, devices: int) -> int:
-    """The most processes for whole replicas whose number divides that asked for; 1 if not even one replica fits."""
-    if stages > devices:
-        return 1
-    return stages * next(count for count in range(min(replicas, devices // stages), 0, -1) if replicas % count == 0)
-
-
 def _processes(number: int) -> str:
     return "1 process" if number == 1 else f"{number} processes"
 

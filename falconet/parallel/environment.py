@@ -24,6 +24,7 @@ FIRST = "first"  # a file in it: the first worker has started
 BOUND = "FALCONET_BOUND"  # this process is already bound to a NUMA node
 TETHERED = "FALCONET_TETHERED"  # the launcher that holds our stdin open while it runs, by its name
 REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what the launcher was asked for
+ALL_HOSTS = "FALCONET_LOG_ALL_HOSTS"  # the first process of every host prints, not only that of the first
 RUNNING = "FALCONET_RUNNING_STAGES"  # stages of a replica that have a process each, as the launcher decided
 
 
@@ -95,6 +96,12 @@ def is_first(environment: Mapping[str, str]) -> bool:
     """Whether this is the first process, which alone prints and does what cannot be shared."""
     place = find_place(environment)
     return place is None or place.rank == 0
+
+
+def prints(environment: Mapping[str, str]) -> bool:
+    """Whether this process, which is not the first of all, prints what the first does."""
+    place = find_place(environment)
+    return bool(environment.get(ALL_HOSTS)) and place is not None and place.local_rank == 0
 
 
 def cores_of(environment: Mapping[str, str], *, host: int, own: int, expected: int = 1) -> int:

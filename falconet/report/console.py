@@ -262,8 +262,8 @@ class Counting:
 
 
 def screen_of(world: "World") -> Screen:
-    """A screen that only the first process prints to."""
-    return Screen() if world.is_first else Screen(Console(quiet=True))
+    """A screen that only the first process prints to, or the first of each host."""
+    return Screen() if world.is_first or environment.prints(os.environ) else Screen(Console(quiet=True))
 
 
 def spoken(world: "World | None" = None) -> Say:

@@ -164,10 +164,9 @@ def weight_drawing(
 
 
 def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> Style:
-    """The style of a phase, with its first lines printed; silent in all processes but the first."""
+    """The style of a phase, with its first lines printed; only the first process writes files."""
     options, is_first = built.options, built.site.world.is_first
-    say = built.site.screen.line if is_first else lambda _: None
-    style = built.launch.conventions.style(RunLog(say, folder if is_first else None, sinks=sinks))
+    style = built.launch.conventions.style(RunLog(built.site.screen.line, folder if is_first else None, sinks=sinks))
     style.begin(
         Facts(
             options={name: entry["value"] for name, entry in built.launch.loaded.table().items()},

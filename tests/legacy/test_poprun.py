@@ -160,7 +160,7 @@ CPU = {
 
 @pytest.mark.parametrize("line", CPU.values(), ids=CPU.keys())
 def test_a_program_for_the_cpu_is_not_limited_by_cuda_devices(capfd, monkeypatch, line):
-    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is available"))
+    monkeypatch.setattr(poprun.hosts, "devices", lambda: (1, "1 CUDA device is available"))
     assert poprun.main(["--dry-run", *line]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -168,7 +168,7 @@ def test_a_program_for_the_cpu_is_not_limited_by_cuda_devices(capfd, monkeypatch
 
 
 def test_a_program_for_devices_is_limited_by_their_number(capfd, monkeypatch):
-    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is available"))
+    monkeypatch.setattr(poprun.hosts, "devices", lambda: (1, "1 CUDA device is available"))
     assert poprun.main(["--dry-run", "--num-replicas", "2", "falconet", "train", "--device", "cuda"]) == 0
     out, err = capfd.readouterr()
     assert err == "poprun: 2 processes requested, 1 CUDA device is available: 1 is started\n"
@@ -176,7 +176,7 @@ def test_a_program_for_devices_is_limited_by_their_number(capfd, monkeypatch):
 
 
 def test_two_names_of_this_host_are_a_mistake(capfd, monkeypatch):
-    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is available"))
+    monkeypatch.setattr(poprun.hosts, "devices", lambda: (1, "1 CUDA device is available"))
     assert poprun.main(["--num-replicas", "2", "--host", f"{socket.gethostname()},localhost", "true"]) == 2
     assert capfd.readouterr().err.endswith(" and localhost are both this host; expected each host once\n")
 
@@ -198,7 +198,7 @@ def test_a_dry_run_prints_the_lines(capfd, monkeypatch):
 
 
 def test_fewer_devices_start_fewer_processes(capfd, monkeypatch):
-    monkeypatch.setattr(poprun, "_devices", lambda: (3, "3 CUDA devices are available"))
+    monkeypatch.setattr(poprun.hosts, "devices", lambda: (3, "3 CUDA devices are available"))
     assert poprun.main(["--dry-run", "--num-replicas", "16", "python3", "train.py"]) == 0
     out, err = capfd.readouterr()
     assert err == "poprun: 16 processes requested, 3 CUDA devices are available: 2 are started\n"

@@ -63,9 +63,9 @@ class Hosts:
         for name in ("left", "right"):
             ip("netns", "delete", f"{self.prefix}-{name}")
 
-    def begin(self, program, cwd, *, hosts="{0}.1,{0}.2", **variables):
+    def begin(self, program, cwd, *, hosts="{0}.1,{0}.2", more=(), **variables):
         mpi = f"--mca plm_rsh_agent {self.shell} --mca btl_tcp_if_include {self.network}.0/24 -x PYTHONPATH"
-        flags = ["--num-replicas", "4", "--host", hosts.format(self.network), f"--mpi-global-args={mpi}"]
+        flags = ["--num-replicas", "4", "--host", hosts.format(self.network), f"--mpi-global-args={mpi}", *more]
         return subprocess.Popen(
             [sys.executable, "-m", "falconet.legacy.poprun", *flags, sys.executable, *program],
             cwd=cwd,
@@ -75,17 +75,20 @@ class Hosts:
             text=True,
         )
 
-    def worker(self, number, program, cwd, *, cores=2):
-        """A program on one host, as a person starts it there for TF_CONFIG."""
+    def worker(self, number, program, cwd, *, cores=2, by_mpirun=False):
+        """A program on one host, as a person or mpirun starts it there for TF_CONFIG."""
         addresses = [f"{self.network}.{host}:29801" for host in (1, 2)]
-        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": number}}
+        task = {"type": "worker"} | ({} if by_mpirun else {"index": number})
+        config = {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task})}
+        ranks = {"RANK": number, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1} if by_mpirun else {}
+        config |= {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in ranks.items()}
         name = ("left", "right")[number]
         inside = ["taskset", "-c", f"0-{cores - 1}", sys.executable, *program]
         shell = f"hostname {name}; exec {shlex.join(inside)}"
         return subprocess.Popen(
             ["ip", "netns", "exec", f"{self.prefix}-{name}", "unshare", "--uts", "sh", "-c", shell],
             cwd=cwd,
-            env={"PYTHONPATH": ""} | os.environ | {"TF_CONFIG": json.dumps(config), "GLOO_SOCKET_IFNAME": "cable"},
+            env={"PYTHONPATH": ""} | os.environ | config | {"GLOO_SOCKET_IFNAME": "cable"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -223,4 +226,38 @@ def test_each_worker_of_tf_config_starts_the_processes_that_it_has_devices_for(h
     one = subprocess.run([sys.executable, *line, "--run-dir", "one"], cwd=tmp_path, capture_output=True, timeout=LIMIT)
     assert one.returncode == 0
     assert_bitwise(tmp_path / "one", tmp_path / "r")
+    gone(hosts)
+
+
+ORIGINAL = (
+    "--dataset cifar-10 --generated-data --model-size 8 --batch-size 2 --iterations 4 --logs-per-epoch 1"
+    " --batches-per-step 1 --shards 2 --pipeline --pipeline-splits b2/0/relu --gradient-accumulation-count 2"
+    " --replicas 2 --distributed --no-stochastic-rounding --no-validation --log-all-instances yes --precision 32.32"
+)
+
+
+def test_the_original_program_under_mpirun_trains_in_stages_on_each_worker_and_both_print(hosts, tmp_path):
+    script = Path(__file__).parents[2] / "compat/tensorflow/train.py"
+    line = [str(script), *ORIGINAL.split(), "--log-dir", str(tmp_path), "--", "--device", "cpu", "--threads", "1"]
+    workers = [hosts.worker(number, line, tmp_path, cores=1, by_mpirun=True) for number in (0, 1)]
+    (out, _, code), (other, wrong, also) = ends(workers)
+    assert (code, also) == (0, 0), wrong
+    assert "global batch 16 = micro-batch 2 x accumulation 4 x replicas 2" in out  # of 4, each host has cores for one
+    rows = [re.findall(r"^step.*loss.*$", text, re.M) for text in (out, other)]
+    assert rows[0]
+    assert rows[0] == rows[1]
+    gone(hosts)
+
+
+def test_poprun_starts_on_every_host_what_the_smallest_has_devices_for(hosts, tmp_path):
+    """The namespaces have this machine's two cores, for 4 processes each."""
+    line = ["-m", "falconet", "train", *STAGED.split(), "--pipeline-splits", "layer1/0", "layer2/0", "layer3/0"]
+    process = hosts.begin([*line, "--run-dir", "r"], tmp_path, more=["--num-replicas", "8", "--ipus-per-replica", "4"])
+    out, err = process.communicate(timeout=LIMIT)
+    first = f"{hosts.network}.1"
+    assert (process.returncode, err) == (
+        0,
+        f"poprun: 32 processes requested, {first} has devices for 4 on each host: 8 are started\n",
+    )
+    assert "global batch 16 = micro-batch 2 x accumulation 4 x replicas 2" in out
     gone(hosts)
