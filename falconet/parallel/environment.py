@@ -68,8 +68,10 @@ def said_here(environment: Mapping[str, str], message: str) -> str | None:
     if place is None or place.rank == 0 or message.startswith(f"rank {place.rank}: "):
         return message
     # Before there is a world: if the first process waits for us, it does not have the same error.
-    of_the_agent = has_agent_store(environment)  # which is there in any case
-    return f"rank {place.rank}: {message}" if not of_the_agent and _is_waiting(place, environment) else None
+    if has_agent_store(environment):  # which is there in any case
+        time.sleep(WAITING)  # when we exit, the launcher ends the first process, which may not have reported it yet
+        return None
+    return f"rank {place.rank}: {message}" if _is_waiting(place, environment) else None
 
 
 def has_agent_store(environment: Mapping[str, str]) -> bool:
