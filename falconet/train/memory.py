@@ -64,12 +64,12 @@ def predicted(built: BuiltPhase, model: nn.Module) -> Need | None:
     if placement.recomputation:
         if placement.recomputation.activations is None:
             return None
-        activations = placement.recomputation.activations // shape.micro_batch
+        activations = placement.recomputation.activations // shape.as_run.micro_batch
     pixels = 3 * side * side
     images = shape.micro_batch * shape.accumulation
     weights = training_bytes(model, built.options, regime=built.regime, replicas=built.launch.division.replicas)
     # Beside the activations: the input as float32, and the gradient of one layer.
-    per_image = activations + 4 * pixels + max(growth, default=0)
+    per_image = shape.joined * (activations + 4 * pixels + max(growth, default=0))
     return Need(fixed=weights + casts + AHEAD * images * pixels, per_image=per_image)
 
 
@@ -254,7 +254,9 @@ class Trials:
 
     def _launch(self, micro_batch: int) -> Launch:
         """Of one replica, which starts anew with any weights."""
-        options = with_batch(self.launch.loaded.options, micro_batch=micro_batch, total=self.total)
+        options = self.launch.loaded.options
+        joined = processes.joined(options.parallel, self.launch.division)  # as one, by batch norm over folded replicas
+        options = with_batch(options, micro_batch=joined * micro_batch, total=joined * self.total)
         parallel = replace(options.parallel, replicas=1, batchnorm_span=1, enable_optimizer_rts=False)
         options = replace(options, parallel=parallel, training=replace(options.training, init_path=None))
         return replace(

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -78,7 +79,7 @@ def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventi
     else:
         division = _divided(loaded, asked, place)
     division = _undivided_state(loaded.options.parallel, _whole(loaded.options, division))
-    _check_span(loaded.options.parallel, division)
+    division = _spanned(loaded.options, division)
     _check_interleaving(loaded.options, division)
     restarted = environment.attempt(os.environ) > 0
     if restarted:
@@ -291,13 +292,37 @@ def _check_stages(stages: int) -> None:
         )
 
 
-def _check_span(parallel: options.Parallel, division: Division) -> None:
-    if division.replicas % parallel.batchnorm_span:
-        folded = f" (of {parallel.replicas} requested)" if division.replicas != parallel.replicas else ""
+def folded(parallel: options.Parallel, division: Division) -> int:
+    """Replicas that each running one stands for; 1 if the checkpoint's micro-batches were divided anew."""
+    assert parallel.replicas != "auto"
+    times, rest = divmod(parallel.replicas, division.replicas)
+    return 1 if rest else max(1, times)
+
+
+def joined(parallel: options.Parallel, division: Division) -> int:
+    """Micro-batches of folded replicas that batch norm's span holds, and that therefore run as one."""
+    return math.gcd(folded(parallel, division), parallel.batchnorm_span)
+
+
+def _spanned(options: commands.TrainOptions, division: Division) -> Division:
+    """The division, with a note if batch norm spans folded replicas; a span must be of whole processes, or in one."""
+    parallel = options.parallel
+    span, together, times = parallel.batchnorm_span, joined(parallel, division), folded(parallel, division)
+    if division.replicas % (span // together) or together not in (span, times):
+        of = f" (of {parallel.replicas} requested)" if division.replicas != parallel.replicas else ""
         raise ConfigError(
-            f"--batchnorm-span: got {parallel.batchnorm_span}, expected a divisor of the number of replicas that run,"
-            f" {division.replicas}{folded}"
+            f"--batchnorm-span: got {span}, expected a divisor of the number of replicas that run,"
+            f" {division.replicas}{of}"
         )
+    if together == 1:
+        return division
+    size = options.data.micro_batch_size
+    images = f"{together} x {size}" if size == "auto" else f"{together * size}"
+    note = (
+        f"--batchnorm-span {span}: the micro-batches of {together} folded replicas run as one of {images} images, with"
+        f" {together} times the activations"
+    )
+    return replace(division, notes=(*division.notes, note))
 
 
 def _stages(options: commands.TrainOptions) -> int:

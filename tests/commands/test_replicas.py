@@ -28,6 +28,16 @@ def test_replicas_without_a_device_become_accumulation_with_a_note(falconet):
     assert "gradient-accumulation: 1  # default" in answer.out
 
 
+def test_batch_norm_over_folded_replicas_has_a_note_with_its_cost(falconet):
+    answer = falconet(f"train {TINY} --replicas 8 --batchnorm-span 4 --plan")
+    assert answer.code == 0, answer.err
+    assert (
+        "note: --batchnorm-span 4: the micro-batches of 2 folded replicas run as one of 16 images, with 2 times the"
+        " activations\n" in answer.out
+    )
+    assert "--batchnorm-span 2:" not in falconet(f"train {TINY} --replicas 4 --batchnorm-span 2 --plan").out
+
+
 WORKERS = {"cluster": {"worker": ["left:2222", "right:2222"]}, "task": {"type": "worker", "index": 1}}
 
 
@@ -66,7 +76,7 @@ def test_replicas_that_the_hosts_of_tf_config_cannot_share_are_refused(falconet,
 MISTAKES = {
     "--replicas 0": "--replicas: got '0', expected a whole number, at least 1, or auto",
     "--replicas 4 --batchnorm-span 3": "--batchnorm-span: got 3, expected a divisor of the number of replicas that run",
-    "--replicas 8 --batchnorm-span 8": "expected a divisor of the number of replicas that run, 4 (of 8 requested)",
+    "--replicas 12 --batchnorm-span 2": "expected a divisor of the number of replicas that run, 4 (of 12 requested)",
     "--replicas 8 --strict-devices": "8 replicas requested, which takes 8 devices; 2 cores are available",
 }
 
