@@ -621,6 +621,8 @@ class Inference:
     """A named config for inference (`falconet configs`) or a YAML file of options; the command line overrides it."""
     replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Processes that predict in parallel, one per device; auto: as many as a launcher started, else 1."""
+    pipeline_splits: tuple[str, ...] = local(())
+    """Layers that start a stage on another device, for a model too large for one; auto:N: N balanced stages."""
     output: Path | None = local(None)
     """Also write every latency and the result to this JSON file."""
     weights: Literal["random", "pretrained", "auto"] = local("random")
