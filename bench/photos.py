@@ -5,9 +5,9 @@
 
 `photos/` has train/<class>/ and val/<class>/, the layout that all three take. Each tool is started as its user would,
 with one command and nothing but the model, the weights and the number of epochs; time counts from the start of the
-process, imports included. A first run of two epochs measures how long an epoch takes; the second has as many epochs as
-fit into --seconds, so that every schedule ends in time. Ultralytics cannot use the file of --weights: it starts from
-random weights.
+process, imports included. A first run of three epochs measures how long an epoch takes; the second has as many epochs
+as fit into --seconds, so that every schedule ends in time (--epochs skips the first run). Ultralytics has an option for
+that of its own, and cannot use the file of --weights: it starts from random weights.
 """
 
 import argparse
@@ -17,19 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+ULTRALYTICS_START = 15.0  # seconds until its first update, which its limit leaves out
 POLLED = 0.1  # seconds between looks at a tool's results
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A training program: its command for a number of epochs, and the accuracies that it has written so far."""
+    """A training program: its command, and the accuracies that it has written so far."""
 
     name: str
-    command: Callable[[int, Path], Sequence[str]]  # for a number of epochs and a folder for results
+    command: Callable[[Path], list[str]]  # for a folder for results
+    epochs: str | None  # its option for the number of epochs
     accuracies: Callable[[Path], list[float]]  # percent, one per epoch
 
 
@@ -39,10 +41,13 @@ class Trained:
 
     tool: str
     command: str
-    epochs: int
     seconds: float
     accuracies: list[float]
     times: list[float]  # seconds from the start, per epoch
+
+    @property
+    def epochs(self) -> int:
+        return len(self.accuracies)
 
     @property
     def last(self) -> float:
@@ -54,9 +59,9 @@ class Trained:
 
 
 def falconet(photos: Path, model: str, weights: Path | None) -> Tool:
-    def command(epochs: int, out: Path) -> list[str]:
+    def command(out: Path) -> list[str]:
         start = ["--pretrained", str(weights) if weights else "none"]
-        line = ["train", str(photos), "--model", model, "--epoch", str(epochs), "--run-dir", str(out / "run"), *start]
+        line = ["train", str(photos), "--model", model, "--run-dir", str(out / "run"), *start]
         return [sys.executable, "-m", "falconet", *line]
 
     def accuracies(out: Path) -> list[float]:
@@ -64,33 +69,34 @@ def falconet(photos: Path, model: str, weights: Path | None) -> Tool:
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
 
-    return Tool("Falconet", command, accuracies)
+    return Tool("Falconet", command, "--epoch", accuracies)
 
 
 def timm(photos: Path, model: str, weights: Path | None, *, script: Path) -> Tool:
     classes = sum(1 for entry in (photos / "train").iterdir() if entry.is_dir())
 
-    def command(epochs: int, out: Path) -> list[str]:
-        line = ["--data-dir", str(photos), "--model", model, "--num-classes", str(classes), "--epochs", str(epochs)]
+    def command(out: Path) -> list[str]:
+        line = ["--data-dir", str(photos), "--model", model, "--num-classes", str(classes)]
         start = ["--pretrained", "--pretrained-path", str(weights)] if weights else []
         return [sys.executable, str(script), *line, "--output", str(out), "--experiment", "run", *start]
 
     def accuracies(out: Path) -> list[float]:
         return [float(row["eval_top1"]) for row in _table(out / "run/summary.csv")]
 
-    return Tool("timm train.py", command, accuracies)
+    return Tool("timm", command, "--epochs", accuracies)
 
 
-def ultralytics(photos: Path, model: str) -> Tool:
-    def command(epochs: int, out: Path) -> list[str]:
+def ultralytics(photos: Path, model: str, *, seconds: float) -> Tool:
+    def command(out: Path) -> list[str]:
         entry = "from ultralytics.cfg import entrypoint; entrypoint()"  # what its command `yolo` runs
-        line = ["classify", "train", f"model={model}", f"data={photos.resolve()}", f"epochs={epochs}"]
+        hours = (seconds - ULTRALYTICS_START) / 3600
+        line = ["classify", "train", f"model={model}", f"data={photos.resolve()}", f"time={hours:.5f}"]
         return [sys.executable, "-c", entry, *line, f"project={out}", "name=run"]
 
     def accuracies(out: Path) -> list[float]:
         return [100 * float(row["metrics/accuracy_top1"]) for row in _table(out / "run/results.csv")]
 
-    return Tool(f"Ultralytics {model.removesuffix('.yaml')}", command, accuracies)
+    return Tool("Ultralytics", command, None, accuracies)
 
 
 def _table(path: Path) -> list[dict[str, str]]:
@@ -100,11 +106,12 @@ def _table(path: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if None not in row.values()]
 
 
-def run(tool: Tool, epochs: int) -> Trained:
+def run(tool: Tool, epochs: int | None) -> Trained:
     """Train for so many epochs; each accuracy is stamped when it appears in the tool's results."""
+    length = [tool.epochs, str(epochs)] if tool.epochs else []
     with tempfile.TemporaryDirectory() as folder:
         out, times = Path(folder), list[float]()
-        command = tool.command(epochs, out)
+        command = [*tool.command(out), *length]
         with (out / "log").open("w") as log:
             begin = time.perf_counter()
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -115,14 +122,16 @@ def run(tool: Tool, epochs: int) -> Trained:
         if process.returncode or not found:
             raise SystemExit(f"{tool.name} failed: {' '.join(command)}\n{(out / 'log').read_text()[-2000:]}")
         times += [seconds] * (len(found) - len(times))
-        return Trained(tool.name, " ".join(command), epochs, seconds, found, times)
+        return Trained(tool.name, " ".join(command), seconds, found, times)
 
 
 def epochs_in(tool: Tool, seconds: float) -> int:
-    """Epochs that fit, by a run of two."""
-    tried = run(tool, 2)
-    each = tried.times[1] - tried.times[0]
-    return max(2, int((seconds - (tried.seconds - 2 * each)) / each))
+    """Epochs that fit, by a run of three."""
+    tried = run(tool, 3)
+    each = (tried.times[2] - tried.times[0]) / 2
+    start = tried.seconds - 3 * each
+    print(f"{tool.name}: {start:.1f} s to start, {each:.2f} s per epoch", flush=True)
+    return max(2, int((seconds - start) / each))
 
 
 def main() -> None:
@@ -133,19 +142,28 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="file of published weights for it; default: random weights")
     parser.add_argument("--timm", type=Path, help="timm's train.py, which its package does not contain")
     parser.add_argument("--ultralytics", help="a model of Ultralytics, such as yolo11n-cls.yaml")
+    parser.add_argument(
+        "--epochs", nargs="*", default=[], metavar="TOOL=N", help="falconet=20 timm=10: not measured first"
+    )
     parser.add_argument("--output", type=Path, help="JSON lines to append the results to")
     arguments = parser.parse_args()
     photos, model, weights = arguments.photos, arguments.model, arguments.weights
     tools = [falconet(photos, f"timm:{model}", weights)]
     tools += [timm(photos, model, weights, script=arguments.timm)] if arguments.timm else []
-    tools += [ultralytics(photos, arguments.ultralytics)] if arguments.ultralytics else []
-    print(f"{'tool':<26}{'epochs':>7}{'seconds':>9}{'last':>9}{'best':>9}")
+    if arguments.ultralytics:
+        tools += [ultralytics(photos, arguments.ultralytics, seconds=arguments.seconds)]
+    known = {name: int(number) for name, _, number in (each.partition("=") for each in arguments.epochs)}
+    results = []
     for tool in tools:
-        done = run(tool, epochs_in(tool, arguments.seconds))
-        print(f"{done.tool:<26}{done.epochs:>7}{done.seconds:>9.1f}{done.last:>8.2f}%{done.best:>8.2f}%", flush=True)
+        timed = tool.epochs is not None and tool.name.lower() not in known
+        results += [run(tool, epochs_in(tool, arguments.seconds) if timed else known.get(tool.name.lower()))]
         if arguments.output:
             with arguments.output.open("a") as file:
-                file.write(json.dumps({"photos": str(photos), **vars(done)}) + "\n")
+                file.write(json.dumps({"photos": str(photos), **vars(results[-1])}) + "\n")
+    print(f"{'tool':<14}{'epochs':>7}{'first':>9}{'seconds':>9}{'last':>9}{'best':>9}")
+    for done in results:
+        numbers = f"{done.epochs:>7}{done.times[0]:>9.1f}{done.seconds:>9.1f}{done.last:>8.2f}%{done.best:>8.2f}%"
+        print(f"{done.tool:<14}{numbers}")
 
 
 if __name__ == "__main__":

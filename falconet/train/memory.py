@@ -35,6 +35,7 @@ from falconet.train.processes import Launch
 if TYPE_CHECKING:
     from falconet.parallel.pipeline import Kind  # torch's pipelines take a second to import
 
+SPARE = 1 / 32  # of a device's memory: what its allocator may not find in one piece in a longer run
 UPDATES = 2  # of a trial: the first one creates the optimizer's state
 AHEAD = 2  # updates whose images are on the device: the one in use, and the next
 
@@ -82,7 +83,8 @@ def _kept(built: BuiltPhase, model: nn.Module) -> tuple[int, list[int]]:
 
     def saved(images: int) -> list[int]:
         black = _black(images, side, setup.device)
-        return _saved(model, lambda: setup.regime.run(model, setup.normalise(black)))
+        with torch.backends.cudnn.flags(enabled=False):  # it would spend seconds on kernels for sizes never used again
+            return _saved(model, lambda: setup.regime.run(model, setup.normalise(black)))
 
     one = saved(1)
     if built.shape.micro_batch == 1:
@@ -127,7 +129,9 @@ def capacity(device: torch.device, processes: int = 1) -> int:
     `processes`: how many will share the host, if none of them has been started yet.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return min(free + torch.cuda.memory_reserved(device), allowed)
     place = find_place(os.environ)
     return host.available() // (place.local_size if place else processes)
 
@@ -272,11 +276,16 @@ def _silent(_: str) -> None: ...
 
 
 def _try(built: BuiltPhase, *, messages: bool) -> None:
-    """Make updates of one micro-batch, and validate one batch, with black images."""
+    """Make updates of at most two micro-batches, and validate one batch, with black images.
+
+    The second micro-batch is there because the first one's gradients stay beside all of its activations.
+    """
     device, shape, side = built.site.world.device, built.shape, built.images.training.image_size
     state = built.new_state()
     step = built.step(state)
     held = [_black(AHEAD * shape.micro_batch * shape.accumulation, side, device)]
+    if device.type == "cuda":
+        held += [torch.empty(int(SPARE * capacity(device)), dtype=torch.uint8, device=device)]
     if messages:  # replicas send copies of the gradients
         held += [torch.empty_like(weight) for weight in state.model.parameters()]
     mix = None
@@ -284,7 +293,8 @@ def _try(built: BuiltPhase, *, messages: bool) -> None:
         mix = Mix(torch.ones(shape.micro_batch, device=device), torch.zeros(4, dtype=torch.int64, device=device))
     labels = torch.zeros(shape.micro_batch, dtype=torch.int64, device=device)
     for update in range(UPDATES):
-        step([Batch(_black(shape.micro_batch, side, device), labels, mix)], update=update, lr=0.0)
+        batch = Batch(_black(shape.micro_batch, side, device), labels, mix)
+        step([batch] * min(2, shape.accumulation), update=update, lr=0.0)
     if built.plan.validation_mode != "none":
         _validate(built, state, evaluate.validation_batch(built.options))
     if device.type == "cuda":
