@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET)
     show_any_name()
     # OpenMP threads that spin while they wait take the core from the loader's; must be set before torch is imported.
     os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "PASSIVE"
-    if is_one_of_several(os.environ):  # our errors report in one line what torch's C++ would warn about
-        os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR"
+    if is_one_of_several(os.environ):  # torch's C++ logs others that are late as errors; ours take one line
+        os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL") or "FATAL"
     name, rest = command_name(words)
     try:
         return _run(name, rest, conventions)

@@ -57,8 +57,15 @@ class Hosts:
 
     def fewest(self, devices: int) -> int:
         """The least number of devices that any of them has."""
-        self.store.set(f"devices/{self.rank}", str(devices))
-        return min(int(found) for found in self.store.multi_get([f"devices/{rank}" for rank in range(self.size)]))
+        keys = [f"devices/{rank}" for rank in range(self.size)]
+        try:
+            self.store.set(keys[self.rank], str(devices))
+            return min(int(found) for found in self.store.multi_get(keys))
+        except (DistError, RuntimeError) as error:
+            raise WorldError(
+                f"worker {self.rank}: not all {self.size} workers came to {self.address}:{self.port}:"
+                f" {str(error).partition(chr(10))[0]}"
+            ) from error
 
 
 def meet(place: Place, *, timeout: float) -> Hosts:
