@@ -6,6 +6,7 @@ Keyword arguments are the options' names with underscores; a mistake raises `Use
 import contextlib
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from falconet.checkpoint import format
 from falconet.checkpoint.format import Which
-from falconet.commands import inputs, predict
+from falconet.commands import inputs
 from falconet.commands import train as train_command
 from falconet.config.commands import Command, PredictOptions, TrainOptions
 from falconet.config.fields import options_of
@@ -26,10 +27,9 @@ from falconet.config.settings import LINE, Setting
 from falconet.data.dataset import Dataset
 from falconet.errors import CheckpointError, ConfigError, DataError, Interrupted, WorldError
 from falconet.exits import DONE, INTERRUPTED
-from falconet.infer.classifier import Classifier
+from falconet.infer.classifier import Classifier, open_classifier
 from falconet.infer.model import Model
 from falconet.parallel.world import World
-from falconet.report.console import Screen
 from falconet.train import run_folder, saved_model
 from falconet.train.evaluate import Evaluation, evaluator, never
 
@@ -80,7 +80,10 @@ def load(source: "str | Path | Run", *, checkpoint: Which = "best", **options: o
         else:
             named = {"model": source, "pretrained": "published"}
         line = _line(PredictOptions, (), {**named, "photos": "-", **options})
-        classifier, _ = predict.open_classifier(inputs.load(PredictOptions, line), Screen().line)
+        notes: list[str] = []  # such as a damaged checkpoint that was passed over
+        classifier, _ = open_classifier(PredictOptions, inputs.load(PredictOptions, line).line, notes.append)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
     return Model(classifier)
 
 
@@ -92,11 +95,13 @@ def evaluate(model: "Model | Run | str | Path", photos: str | Path | None = None
     """
     with settings_kept():
         opened = model if isinstance(model, Model) else load(model)
-        about, say = opened.classifier, Screen().line
-        images = _images(about, photos)
-        world = World(device=about.device)
-        measure = evaluator(images, about.data, regime=about.regime, world=world, note=say, tta=about.tta)
-        return measure(about.model, never)
+        about, notes = opened.classifier, list[str]()
+        images, world = _images(about, photos), World(device=about.device)
+        measure = evaluator(images, about.data, regime=about.regime, world=world, note=notes.append, tta=about.tta)
+        found = measure(about.model, never)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return found
 
 
 class Best(NamedTuple):
@@ -187,6 +192,7 @@ def _images(about: Classifier, photos: str | Path | None) -> Dataset:
     size = about.preprocessing.image_size
     data = replace(about.data, data="folder", data_dir=Path(photos), image_size=size)
     images = saved_model.foreign_images(data, model=about.name)
+    images = saved_model.of_imagenet(images, about.class_names, where=about.name)
     images = images.of_classes(about.class_names, where=about.name, several=about.several_labels)
     return replace(images, preprocessing=about.preprocessing, training=about.preprocessing)
 

@@ -102,10 +102,18 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     with exits.at_once():
         photos = PHOTOS if conventions is FALCONET else None  # the originals trained photos from scratch
         loaded = inputs.load(command, read_line(command, rest, photos=photos))
-        # torch takes two seconds to import: every mistake in the line has been reported by now.
+    from falconet.report.console import NOTICE  # imports rich, which help and mistakes do not need
+
+    # torch takes two seconds to import, timm another three: every mistake in the line has been reported by now.
+    if is_first(os.environ):
+        NOTICE.begin(f"falconet {__version__}: loading PyTorch ...")
+    with exits.at_once(NOTICE.end):
         module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
     given = {"conventions": conventions} if name in CONVENTIONAL else {}
-    code: int = module.run(loaded, **given)
+    try:
+        code: int = module.run(loaded, **given)
+    finally:
+        NOTICE.end()
     return code
 
 

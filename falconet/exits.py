@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import termios
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 DONE = 0
@@ -17,13 +17,21 @@ INTERRUPTED = 130  # Ctrl-C, or a scheduler's signal
 
 
 @contextlib.contextmanager
-def at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process: a library may swallow it while it is imported, and break seconds later."""
+def at_once(last: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Let Ctrl-C end the process: a library may swallow it while it is imported, and break seconds later.
+
+    `last`: what is done before.
+    """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # the calling program handles it
         return
+
+    def end(*_: object) -> None:
+        last()
+        os._exit(INTERRUPTED)
+
     try:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        signal.signal(signal.SIGINT, end)
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -21,6 +21,7 @@ from falconet.data.image_files import BadImages
 from falconet.data.readers import reader_for
 from falconet.data.storage import FileSource
 from falconet.infer.model import Transform
+from falconet.models import zoo
 from runs import assert_bitwise, stop_at
 
 TINY = {
@@ -290,3 +291,42 @@ def test_weights_of_a_model_of_timms_are_measured_on_a_folder(tmp_path, monkeypa
     model = fn.load("weights.pth", model="timm:resnet10t", image_size=32, device="cpu")
     assert model.name == "timm:resnet10t"
     assert fn.evaluate(model, "photos/val").images == 2
+
+
+def test_folders_of_imagenet_may_have_numbers_or_descriptions(capfd):
+    torch.save(zoo.build("resnet18", classes=1000, seed=1).state_dict(), "weights.pth")
+    folders = {
+        "by number": ("n02012849", "n03126707"),
+        "in words": ("goldfish, Carassius auratus", "tench, Tinca tinca"),
+    }
+    for kind, names in folders.items():
+        for name, shade in zip(names, (40, 200), strict=True):
+            Path(f"{kind}/val/{name}").mkdir(parents=True)
+            Image.new("RGB", (40, 40), (shade, 255 - shade, shade)).save(f"{kind}/val/{name}/a.png")
+    model = fn.load("weights.pth", model="resnet18", image_size=32, device="cpu")
+    line = "--model resnet18 --pretrained weights.pth --image-size 32 --device cpu --threads 1"
+    for kind, numbers in {"by number": (134, 517), "in words": (1, 0)}.items():  # both of the first are cranes
+        found = fn.evaluate(model, f"{kind}/val")
+        logits = [np.log(model.predict(path).probabilities) for path in sorted(Path(f"{kind}/val").glob("*/a.png"))]
+        expected = -np.mean([each[number] for each, number in zip(logits, numbers, strict=True)])
+        assert (found.images, found.loss) == (2, pytest.approx(expected, rel=1e-4))
+        capfd.readouterr()
+        assert main(["validate", f"{kind}/val", *line.split()]) == 0
+        assert f"  {found.loss:.4f}  2\n" in capfd.readouterr().out
+
+
+def test_the_api_prints_nothing_that_was_not_asked_for(photos, capfd):
+    capfd.readouterr()
+    fn.evaluate(fn.load("r"), photos)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_was_passed_over_is_a_warning(photos):
+    assert main(["restore", "r", "--epoch", "2"]) == 0
+    best = fn.Run("r").best.checkpoint
+    (best / "model.safetensors").write_bytes(b"")
+    with pytest.warns(UserWarning, match=best.name):
+        assert fn.load("r").classifier.checkpoint != best
+    (photos / "val/dark/1.png").write_bytes(b"")
+    with pytest.warns(UserWarning, match=r"1\.png: cannot be decoded \(empty file\); left out"):
+        assert fn.evaluate(fn.load("r", checkpoint="last" if best.name.endswith("1") else 1), photos).images == 7

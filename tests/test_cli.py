@@ -92,6 +92,15 @@ def test_help_shows_types_and_defaults(falconet):
     assert "--momentum X Momentum of sgd, rmsprop and lars (default: 0.9)." in shown
 
 
+def test_help_of_a_training_shows_the_defaults_for_photos_beside_its_own(falconet):
+    shown = {name: " ".join(falconet(f"{name} --help-all").out.split()) for name in ("train", "search", "restore")}
+    for name in ("train", "search"):
+        assert "(default: resnet8-cifar, for photos efficientnet-b0)." in shown[name]
+        assert "(default: 0.1, for photos 5e-4)." in shown[name]
+    assert "for photos efficientnet-b0" not in shown["restore"]  # which continues with what the run had
+    assert "(default: cosine)." in shown["train"]  # the same for photos
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("command", ["", *COMMANDS, "data"])
 def test_help_fits_the_terminal(falconet, monkeypatch, command, columns):

@@ -33,6 +33,7 @@ WRAPPERS = (  # keys under which trainers store the weights; the first one found
 ARGUMENTS = ("args", "opts")  # keys under which trainers store the options of their command line
 # Parts of a name that DataParallel, DistributedDataParallel and torch.compile add, at any depth.
 ADDED = frozenset(("module", "_orig_mod"))
+MOST_TRIED = 3  # models of timm
 COUNTERS = frozenset(("n_averaged",))  # of torch's AveragedModel; not a weight
 
 # What torch.load has been seen to raise on truncated, corrupted and random files.
@@ -157,7 +158,7 @@ def load_foreign(model: nn.Module, weights: Mapping[str, Tensor], *, where: str,
     """
     found = fit(model.state_dict(), weights)
     if not found.is_whole:
-        raise CheckpointError(f"{where} does not fit {name}: {found.faults()}{_hint(found, weights)}")
+        raise CheckpointError(f"{where} does not fit {name}: {found.faults()}{_hint(found, weights, where=where)}")
     model.load_state_dict(found.tensors)
 
 
@@ -184,19 +185,29 @@ def fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Fit:
     return _by_name(own, shaped | counts, original=renamed)
 
 
-def fitting_model(weights: Mapping[str, Tensor]) -> tuple[str, int] | None:
-    """A model of the zoo that these weights would fit, and their number of classes; only shapes are compared.
+def fitting_model(weights: Mapping[str, Tensor], *, where: str = "") -> tuple[str, int] | None:
+    """A model that these weights would fit, and their number of classes; only shapes are compared.
 
-    Trying all of them takes about 6 s of a core.
+    One of the zoo, all of which take about 6 s of a core, or else one of timm's that their path is named after.
     """
     shapes = {name: tensor.to("meta") for name, tensor in weights.items()}
-    for name in sorted(zoo.names(), key=lambda name: not name.endswith("-cifar")):  # the quickest first
+    ours = sorted(zoo.names(), key=lambda name: not name.endswith("-cifar"))  # the quickest first
+    for name in (*ours, *_named_after(where)):
         with torch.device("meta"):
             own = zoo.build_model(Model(model=name), classes=ANY_CLASSES, seed=0).state_dict()
         found = fit(own, shapes)
         if found.is_whole or found.other_classes:
             return name, found.other_classes or ANY_CLASSES
     return None
+
+
+def _named_after(path: str) -> list[str]:
+    """Models of timm whose names are in a path, the longest first: convnext_tiny-983f3dbf.pth, a folder of the hub."""
+    import timm
+
+    words = path.lower().replace("-", "_")
+    found = [name for name in timm.list_models() if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9])", words)]
+    return [zoo.TIMM_PREFIX + name for name in sorted(found, key=len, reverse=True)[:MOST_TRIED]]
 
 
 def _is_safetensors(start: bytes) -> bool:
@@ -263,11 +274,11 @@ def _unwrapped(found: object, path: Path) -> Mapping[object, object]:
     raise CheckpointError(f"{path}: its weights are wrapped more than {DEEPEST} times; expected names and tensors")
 
 
-def _hint(found: Fit, weights: Mapping[str, Tensor]) -> str:
+def _hint(found: Fit, weights: Mapping[str, Tensor], *, where: str) -> str:
     """What the weights are for, if not for this model."""
     if found.other_classes:
         return f"; these weights are for {found.other_classes:,} classes"
-    other = fitting_model(weights)
+    other = fitting_model(weights, where=where)
     return f"; these weights fit {other[0]} with {other[1]:,} classes (all {len(weights):,} tensors)" if other else ""
 
 

@@ -1,7 +1,7 @@
 """Weights that a new model starts with: published ones, those of a file, or those of a checkpoint.
 
 `find` reads what they are and how photos were prepared for them; `InitialWeights.load` puts them into a model, whose
-classifier starts small if the classes are others. `open_model` does both, for prediction.
+classifier starts small if the classes are others. `pretrained_model` does both, for prediction.
 """
 
 import json
@@ -134,7 +134,7 @@ class PretrainedModel:
     several_labels: bool  # whether an image has any number of the classes
 
 
-def open_model(options: Model, asked: Asked) -> PretrainedModel:
+def pretrained_model(options: Model, asked: Asked) -> PretrainedModel:
     """The model of the options with its published weights, or with those of a file or checkpoint.
 
     ImageNet's classes get their descriptions as names; classes whose names are unknown get their numbers.

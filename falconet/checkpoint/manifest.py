@@ -25,6 +25,7 @@ MOST_THREADS = 1 << 16  # or processes
 MOST_VALUES = 1 << 48  # of a tensor
 LARGEST = 1 << 53  # epochs, images, updates: exact as a float
 SEVERAL_LABELS = "several_labels"  # in the manifest of a model for images with any number of labels; else absent
+IMAGES = "images"  # in the manifest: how many images its run had, and their digest
 SECTIONS = ("preprocessing", "metrics", "meter", "runtime", "versions")  # objects in the manifest; may be empty
 
 T = TypeVar("T")

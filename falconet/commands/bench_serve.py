@@ -24,7 +24,7 @@ from falconet.data.dataset import Dataset, open_dataset
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, WorldError, named_option
-from falconet.infer.predictor import Pixels, Predictor, open_classifier
+from falconet.infer.predictor import Pixels, Predictor, open_served
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
@@ -176,7 +176,7 @@ def _with_expected(job: Job, options: BenchServeOptions, line: Sequence[Setting]
                 "classes": classes,
             }.items()
         ]
-    classifier, _ = open_classifier(argv, screen.line)
+    classifier, _ = open_served(argv, screen.line)
     predictor = Predictor(classifier, max_batch=images.shape[1], captured=False)
     expected = np.stack([predictor.logits(torch.from_numpy(batch)).cpu().numpy() for batch in images])
     path = Path(job.images).with_name("expected.npy")

@@ -29,7 +29,7 @@ from falconet.export import checks
 from falconet.export.checks import Photos
 from falconet.export.formats import FORMATS, torch_engine
 from falconet.export.graph import INPUT, OUTPUT, Graph, Pixels
-from falconet.infer.classifier import Classifier, open_model
+from falconet.infer.classifier import Classifier, open_classifier
 from falconet.models import views
 from falconet.report.console import Say, Screen, counted
 
@@ -45,7 +45,11 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     home = _home(loaded.options.input.checkpoint_input_path)
     target = asked.output or home / FOLDER / asked.format
     _require_free(target, overwrite=asked.overwrite)
-    classifier, options = _opened(loaded, screen.line)
+    # The model in fp32: the file is for machines of any kind, and widening half-precision weights changes none.
+    line = [*loaded.line, Setting("precision", ("32.32",), LINE)]
+    classifier, options = open_classifier(ExportOptions, line, screen.line)
+    for text in classifier.loaded():
+        screen.line(text)
     if classifier.tta != "none":
         screen.line(f"note: the run's validations average {views.describe(classifier.tta)}; the export computes one")
     kind = FORMATS[asked.format]
@@ -97,15 +101,6 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     largest = max(files, key=lambda name: files[name]["bytes"])
     screen.line(f"written to {target}: {largest}, {files[largest]['bytes'] / 1e6:,.1f} MB, and {RECORD}")
     return DONE
-
-
-def _opened(loaded: Loaded[ExportOptions], note: Say) -> tuple[Classifier, ExportOptions]:
-    """The model in fp32: the file is for machines of any kind, and widening half-precision weights changes none."""
-    line, weights = [*loaded.line, Setting("precision", ("32.32",), LINE)], loaded.options.pretrained.pretrained
-    if weights == "none":
-        return open_model(ExportOptions, line, note)
-    with named_option("pretrained"):
-        return open_model(ExportOptions, line, note, weights=weights)
 
 
 def _home(path: Path | None) -> Path:

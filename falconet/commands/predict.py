@@ -7,7 +7,6 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -18,12 +17,12 @@ from falconet.config.options import Predict
 from falconet.errors import ConfigError, UserError, named_option, printable
 from falconet.exits import DONE, FAILED
 from falconet.infer import photos
-from falconet.infer.classifier import Classifier, open_model
+from falconet.infer.classifier import open_classifier
 from falconet.infer.embeddings import EmbeddingFile, classifier_layer
 from falconet.infer.photos import Photo
 from falconet.infer.prediction import Prediction, predicted
 from falconet.models import pretrained, views
-from falconet.report.console import Counting, Lines, Say, Screen, counted
+from falconet.report.console import Counting, Lines, Screen, counted
 
 WIDEST = 60  # characters of a column; longer classes are cut, longer names push their row to the right
 MOST_NAME = 255  # bytes of a file's name
@@ -33,9 +32,10 @@ def run(loaded: Loaded[PredictOptions]) -> int:
     asked = loaded.options.predict
     console = Lines(stderr=True, highlight=False, soft_wrap=True)
     say = Screen(console).line
-    classifier, options = open_classifier(loaded, say)
-    for note in unused_notes(options, loaded.line):
-        say(note)
+    classifier, options = open_classifier(PredictOptions, loaded.line, say)
+    views_used = [f"averages the logits of {views.describe(classifier.tta)}"] if classifier.tta != "none" else []
+    for text in (*classifier.loaded(), *views_used, *unused_notes(options, loaded.line)):
+        say(text)
     failed: list[str] = []
     count = 0
 
@@ -88,19 +88,6 @@ def _written(asked: Predict, count: int) -> str:
     links = f"{asked.save_dir}/ (links)" if asked.save_dir else None
     places = [str(place) for place in (asked.output, links, asked.embeddings) if place]
     return f"written: {', '.join(places)}" if places else ""
-
-
-def open_classifier(loaded: Loaded[PredictOptions], note: Say) -> tuple[Classifier, PredictOptions]:
-    """The model of a run, or one with published weights or those of a file; the options with its defaults."""
-    weights = loaded.options.pretrained.pretrained
-    if weights == "none":
-        classifier, options = open_model(PredictOptions, loaded.line, note)
-    else:
-        with named_option("pretrained"):
-            classifier, options = open_model(PredictOptions, loaded.line, note, weights=weights)
-    if options.views.tta != "none":
-        note(f"averages the logits of {views.describe(options.views.tta)}")
-    return replace(classifier, tta=options.views.tta), options
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
 from falconet.exits import INTERRUPTED
-from falconet.infer.predictor import Predictor, open_classifier
+from falconet.infer.predictor import Predictor, open_served
 from falconet.report.console import Screen, counted
 from falconet.serve import app, connections  # need aiohttp, which the command line has checked
 from falconet.serve.batching import Batcher, Policy
@@ -23,7 +23,7 @@ def run(loaded: Loaded[ServeOptions]) -> int:
     screen, serving = Screen(), loaded.options.serving
     address = connections.Address(host=serving.host, port=value_or(serving.port, PORT))
     with address.open() as listening:  # first, because a mistake here is found at once
-        classifier, options = open_classifier(loaded.line, screen.line)
+        classifier, options = open_served(loaded.line, screen.line)
         max_batch = value_or(serving.max_batch, MAX_BATCH)
         predictor = Predictor(classifier, max_batch=max_batch, captured=serving.capture)
         served = Served(

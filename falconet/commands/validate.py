@@ -52,8 +52,8 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
     """Measure each model; the first process prints and writes."""
     stated, screen = loaded.options, console.screen_of(world)
     path = stated.input.checkpoint_input_path
-    output = stated.table.output or (_beside(path) if path else Path(evaluate.ACCURACIES_FILE))
-    style = conventions.style(RunLog(screen.line, output.parent if world.is_first else None))
+    folder = stated.table.output.parent if stated.table.output else _folder(path)
+    style = conventions.style(RunLog(screen.line, folder if world.is_first else None))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for opened in _opened(loaded, screen.line, world):
             evaluate.require_accuracy(opened.images, "falconet validate")
@@ -62,6 +62,7 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
     rows: list[Accuracy] = []
     details: list[dict[str, object]] = []
     better: list[Breakdown | Precisions] = []
+    name = evaluate.ACCURACIES_FILE
     for opened in _opened(loaded, screen.line, world):
         answers, images, is_one = Collected(), len(_own(opened, world)), opened.images.label_sets is None
         with Counting(f"validating {opened.name}", total=images, quiet=not world.is_first) as counting:
@@ -75,13 +76,15 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
         rows.append(Accuracy(name=opened.name, epoch=opened.epoch, found=found, classes=len(opened.class_names)))
         details.append(breakdown.measured_json(opened.name, opened.epoch, found, parts))
         better += [parts] if opened.is_better else []
+        name = _file_name(opened)
     table = evaluate.tabulate_accuracies(rows)
     if not world.is_first:
         return 0
     evaluate.show_accuracies(table, screen.line)
     for text in (*better[0].lines(), "") if len(better) == 1 else ():
         screen.line(text)
-    also, named = output.with_suffix(".json"), stated.table.output is not None
+    output, named = stated.table.output or folder / name, stated.table.output is not None
+    also = output.with_suffix(".json")
     evaluate.write_accuracies(table, output, option="--output", named=named)
     evaluate.write_result(json.dumps({"models": details}) + "\n", also, option="--output", named=named)
     screen.line(f"written to {output} and {also}")
@@ -159,6 +162,8 @@ def _opened(loaded: Loaded[ValidateOptions], say: Say, world: World) -> Iterator
     for opened in _models(loaded.options, loaded.line, say, world):
         for note in (*opened.images.found(), *unused_notes(opened.options, loaded.line)) if not noted else ():
             say(note)
+        if opened.other_data and (opened.images.held_out or 1) < 1 and not noted:
+            say("note: --val-fraction 1 validates on all of them")
         if opened.options.views.tta != "none" and not noted:
             say(f"averages the logits of {views.describe(opened.options.views.tta)}")
         noted = True
@@ -215,7 +220,17 @@ def _torch_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.pt"), key=lambda path: (epoch(path), path.name))
 
 
-def _beside(path: Path) -> Path:
+def _folder(path: Path | None) -> Path:
     """Where the CSV goes: beside what was measured, never into a checkpoint, which holds only its own files."""
+    if path is None:
+        return Path()
     one = path.is_file() or format.checkpoints_in(path) == [path]
-    return (path.parent if one else path) / evaluate.ACCURACIES_FILE
+    return path.parent if one else path
+
+
+def _file_name(opened: saved_model.Opened) -> str:
+    """The run's own table, or one named after other photos."""
+    if opened.other_data is None:
+        return evaluate.ACCURACIES_FILE
+    place = opened.other_data.resolve()
+    return f"validation-{place.name if place.is_dir() else place.stem}.csv"

@@ -52,7 +52,7 @@ class Command:
     common: ClassVar[tuple[str, ...]] = ()  # the options that the help shows first; empty: all, under their headings
     arguments: ClassVar[tuple[str, ...]] = ()  # options that may be given by position, in this order
     instead: ClassVar[Mapping[str, str]] = {}  # options in whose presence an argument is not given: option -> argument
-    needs_arguments: ClassVar[bool] = True
+    optional: ClassVar[tuple[str, ...]] = ()  # arguments that may be left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class TrainOptions(Command):
 
     example = "falconet train photos/ --model resnet50"
     arguments: ClassVar[tuple[str, ...]] = ("data-dir",)
-    needs_arguments: ClassVar[bool] = False
+    optional: ClassVar[tuple[str, ...]] = ("data-dir",)
     common: ClassVar[tuple[str, ...]] = (
         *("config", "model", "data", "data-dir", "image-size", "pretrained"),
         *("epoch", "micro-batch-size", "gradient-accumulation", "optimizer", "lr", "lr-schedule"),
@@ -103,7 +103,6 @@ class RestoreOptions(TrainOptions):
 
     example = "falconet restore runs/my-run"
     arguments = ("checkpoint-input-path",)
-    needs_arguments = True
     common = ("checkpoint-input-path", "epoch", "data-dir", "device", "replicas", "run-dir", "plan")
 
     input: Input = field(default_factory=Input)
@@ -113,8 +112,10 @@ class RestoreOptions(TrainOptions):
 class ValidateOptions(Command):
     """Measure the accuracy of a run's best checkpoint, or of others: in total, by class, and image by image."""
 
-    example = "falconet validate runs/my-run"
-    arguments = ("checkpoint-input-path",)
+    example = "falconet validate runs/my-run other-photos/"
+    arguments = ("checkpoint-input-path", "data-dir")
+    optional = ("data-dir",)
+    instead: ClassVar[Mapping[str, str]] = {"pretrained": "checkpoint-input-path"}
     common = (
         "checkpoint-input-path",
         "checkpoint",
@@ -289,8 +290,7 @@ class DataBenchOptions(Command):
     """Measure each step of the input pipeline, and name the slowest."""
 
     example = "falconet data bench photos --model resnet50"
-    arguments = ("data-dir",)
-    needs_arguments = False
+    arguments = optional = ("data-dir",)
     common = (
         *(
             "data",

@@ -3,11 +3,12 @@
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from falconet.config import options as declared
-from falconet.config.commands import Command
+from falconet.config.commands import Command, SearchOptions, TrainOptions
 from falconet.config.fields import Option, options_of, sections_of
+from falconet.config.recipes import PHOTOS, values_of
 from falconet.config.settings import spelled
 
 WIDEST = 120  # columns
@@ -34,18 +35,19 @@ def overview(commands: dict[str, type[Command]], *, usage: str) -> list[str]:
 def help_lines(name: str, command: type[Command], *, others: Sequence[str] = (), everything: bool = False) -> list[str]:
     """The help of one command; `others`: longer commands that start with its name."""
     known = options_of(command)
-    shown = "{}" if command.needs_arguments else "[{}]"
-    arguments = [shown.format(argument.upper()) for argument in command.arguments]
+    words = {argument: argument.upper() for argument in command.arguments}
+    arguments = [f"[{word}]" if argument in command.optional else word for argument, word in words.items()]
     usage = ["usage: falconet", name, *arguments, *(["[options]"] if known else [])]
     examples = [command.example, *(f"falconet {other} --help" for other in others)]
     lines = [" ".join(usage), "", *wrapped(_about(command)), "", "Examples:" if others else "Example:"]
     lines += [line for example in examples for line in _typed(example)]
     if everything or not command.common:
         for section in sections_in_order(command):
-            lines += ["", f"{title(section)}:", *_rows(_of(section, command))]
+            lines += ["", f"{title(section)}:", *_rows(_of(section, command), for_photos(command))]
     else:
         headings = sections_in_order(command)
-        lines += ["", "Common options:", *_rows([known[option] for option in command.common])]
+        common = [known[option] for option in command.common]
+        lines += ["", "Common options:", *_rows(common, for_photos(command))]
         lines += ["", *wrapped(f"`falconet {name} {EVERYTHING}` lists all {len(known)} options, under these headings:")]
         width = max(len(title(section)) for section in headings)
         lines += [line for section in headings for line in _row(title(section), _about(section), width=width)]
@@ -75,6 +77,15 @@ def default_of(option: Option) -> str:
     return " ".join(spelled(option.default))
 
 
+def for_photos(command: type[object]) -> dict[str, str]:
+    """The defaults of a training on photos that are not the options' own, by option."""
+    if command not in (TrainOptions, SearchOptions):
+        return {}
+    known = options_of(command)
+    stated = {name: str(value) for name, value in values_of(PHOTOS).items()}
+    return {name: text for name, text in stated.items() if text != default_of(known[name])}
+
+
 def wrapped(text: str, *, indent: str = "") -> list[str]:
     """The lines of a text on this terminal; those after the first start with `indent`."""
     return textwrap.wrap(
@@ -86,13 +97,14 @@ def _of(section: type[object], command: type[object]) -> list[Option]:
     return [option for option in options_of(command).values() if option.section is section]
 
 
-def _rows(options: Sequence[Option]) -> Iterator[str]:
+def _rows(options: Sequence[Option], photos: Mapping[str, str]) -> Iterator[str]:
     for option in options:
         on = option.is_flag and bool(option.default)
         name = f"--[no-]{option.name}" if on else f"--{option.name}"
         left = name if option.is_flag else f"{name} {option.metavar()}"
-        unset = not option.choices and default_of(option) in ("none", "off")
-        text = option.help if unset else f"{option.help.removesuffix('.')} (default: {default_of(option)})."
+        unset = not option.choices and default_of(option) in ("none", "off") and option.name not in photos
+        also = f", for photos {photos[option.name]}" if option.name in photos else ""
+        text = option.help if unset else f"{option.help.removesuffix('.')} (default: {default_of(option)}{also})."
         yield from _row(left, text, width=LEFT)
 
 

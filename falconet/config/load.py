@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,7 @@ from falconet.config.commands import BenchServeOptions, Command, InferOptions, S
 from falconet.config.fields import Option, options_of, sections_of, value_of
 from falconet.config.recipes import PHOTOS, Use, from_config, source_of
 from falconet.config.settings import (
+    CHECKPOINT,
     DEFAULT,
     LINE,
     Setting,
@@ -65,11 +66,20 @@ class Loaded(Generic[Options_co]):
                 values[name] = {"value": _plain(value), "source": self.sources.get(name, DEFAULT)}
         return values
 
-    def to_yaml(self) -> str:
-        """The same as a file for --config, with the sources as comments."""
+    def rooted(self) -> "Loaded[Options_co]":
+        """The same with absolute paths to what a checkpoint may name: it is used from other folders too."""
+        options: Any = self.options
+        for option in options_of(type(options)).values():
+            value, (section, field) = value_of(options, option), option.path
+            if isinstance(value, Path) and option.origin and not option.is_local:
+                options = replace(options, **{section: replace(getattr(options, section), **{field: value.absolute()})})
+        return replace(self, options=options)
+
+    def to_yaml(self, kept: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+        """The same as a file for --config, with the sources as comments; `kept`: options that its checkpoint states."""
         known = options_of(type(self.options))
-        lines = []
-        for name, entry in self.table().items():
+        lines, first = [], {name: {**entry, "source": CHECKPOINT} for name, entry in (kept or {}).items()}
+        for name, entry in (self.table() | first).items():
             # A default stays open: auto is written as auto, whatever it stood for here.
             value = _plain(known[name].default) if entry["source"] == DEFAULT else entry["value"]
             lines.append(f"{name}: {_yaml(value)}  # {entry['source']}")
@@ -109,8 +119,18 @@ def _with_names(command: type[Command], argv: Sequence[str]) -> Sequence[str]:
     given = {word.lstrip("-").partition("=")[0].replace("_", "-") for word in named if is_option(word)}
     taken = {*given, *(argument for option, argument in command.instead.items() if option in given)}
     left = [name for name in command.arguments if name not in taken]
+    if len(words) > len(left) and left[-1:] == ["data-dir"]:
+        raise _too_many(words[len(left) - 1 :])
     first = [token for name, word in zip(left, words, strict=False) for token in (f"--{name}", word)]
     return [*first, *words[len(left) :], *named]  # the last one gets the rest, and refuses it if it takes one value
+
+
+def _too_many(folders: Sequence[str]) -> ConfigError:
+    parents = {str(Path(each).parent) for each in folders}
+    meant = f"; did you mean '{parents.pop()}'?" if len(parents) == 1 else ""
+    return ConfigError(
+        f"got '{' '.join(folders)}', expected one folder with all photos, in train/ and val/ if they are divided{meant}"
+    )
 
 
 def _names_photos(line: Sequence[Setting]) -> bool:
@@ -163,8 +183,8 @@ def _value(option: Option, setting: Setting) -> object:
 def _meant(option: Option, values: tuple[str, ...]) -> str:
     if not values:
         return ""
-    word = synonyms.choice_meant(option.name, values[-1])
-    return f"; did you mean '{word}'?" if word else did_you_mean(values[-1], option.choices)
+    word, why_not = synonyms.choice_meant(option.name, values[-1]), synonyms.why_not(option.name, values[-1])
+    return f"{why_not}; did you mean '{word}'?" if word else did_you_mean(values[-1], option.choices)
 
 
 def _wrong_value(setting: Setting, expected: str, meant: str = "") -> ConfigError:

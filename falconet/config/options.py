@@ -122,7 +122,7 @@ class Training:
     gradient_accumulation: Annotated[int, AtLeast(1)] = 1
     """Micro-batches per update, on each replica."""
     init_path: Path | None = local(None)
-    """Start with the weights of a checkpoint, of a run's newest one, or of a safetensors or torch file."""
+    """Start with the weights of a run's best checkpoint, of the one named, or of a safetensors or torch file."""
     pretrained: Literal["none", "auto", "published"] | Path = local("none", bare="published")
     """Start with published weights, which it means without a value, or a file's; auto: published if there are any."""
     batchnorm_per_update: bool = False

@@ -48,8 +48,8 @@ def from_line(argv: Iterable[str], options: Mapping[str, Option]) -> list[Settin
     settings: list[Setting] = []
     for token in argv:
         if is_option(token):
-            name, equals, value = token.lstrip("-").partition("=")
-            name = _known(name.replace("_", "-"), options, dashes="--", where="")
+            typed, equals, value = token.partition("=")
+            name = _named(typed, options)
             settings.append(Setting(name, (value,) if equals else (), LINE))
         elif settings:
             last = settings.pop()
@@ -86,9 +86,9 @@ def apart(argv: Iterable[str], options: Mapping[str, Option]) -> tuple[list[str]
 
 def _takes(token: str, options: Mapping[str, Option]) -> int:
     """How many words after it are values of this option; -1: all of them."""
-    name, equals, _ = token.lstrip("-").partition("=")
+    typed, equals, _ = token.partition("=")
     try:
-        known = _known(name.replace("_", "-"), options, dashes="--", where="")
+        known = _named(typed, options)
     except ConfigError:
         return 1  # it is refused later
     option = options[known if known in options else known.removeprefix(_OFF)]
@@ -109,8 +109,11 @@ def from_mapping(mapping: object, options: Mapping[str, Option], *, source: str)
         raise ConfigError(f"{source}: got {_kind(mapping)}, expected options, such as `epoch: 10`")
     settings, keys = [], dict[str, object]()
     for key, value in mapping.items():
-        name = _known(str(key).replace("_", "-"), options, dashes="", where=f"{source}: ")
-        settings.append(_from_value(name, value, options, source=source))
+        name = str(key).replace("_", "-")
+        known = _known(name, options)
+        if known is None:
+            raise ConfigError(f"{source}: unknown option {name}{did_you_mean(name, _spellings(options))}")
+        settings.append(_from_value(known, value, options, source=source))
         first = keys.setdefault(settings[-1].bare, key)
         if first != key:
             raise ConfigError(f"{source}: '{key}' is the same option as '{first}'; expected one of them")
@@ -192,12 +195,23 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
 
 def from_checkpoint(table: Mapping[str, Mapping[str, object]], options: Mapping[str, Option]) -> list[Setting]:
     """The options of a checkpoint's run, except local ones and those that this command does not have."""
-    mapping = {name: entry["value"] for name, entry in table.items() if name in options and not options[name].is_local}
+    mapping = {
+        name: _as_typed(entry) for name, entry in table.items() if name in options and not options[name].is_local
+    }
     settings = from_mapping(mapping, options, source=CHECKPOINT)
     return [
         setting._replace(source=WEIGHTS) if table[setting.bare].get("source") == WEIGHTS else setting
         for setting in settings
     ]
+
+
+def _as_typed(entry: Mapping[str, object]) -> object:
+    """The value of an option; a path that was typed as a relative one stays so where that means the same place."""
+    match entry:
+        case {"value": str() as path, "typed": str() as typed} if Path(typed).absolute() == Path(path):
+            return typed
+        case _:
+            return entry["value"]
 
 
 def is_asked_for(source: str | None) -> bool:
@@ -220,21 +234,30 @@ def _from_value(name: str, value: object, options: Mapping[str, Option], *, sour
     return Setting(name, tuple(str(item) for item in items), source)
 
 
-def _known(name: str, options: Mapping[str, Option], *, dashes: str, where: str) -> str:
+def _named(typed: str, options: Mapping[str, Option]) -> str:
+    """The option that a word of a line names; an unknown one is refused as it was typed."""
+    name = typed.lstrip("-").replace("_", "-")
+    known = _known(name, options)
+    if known is not None:
+        return known
+    advice = synonyms.advice(name.removeprefix(_OFF), options)
+    meant = f"; {advice}" if advice else did_you_mean(name, [f"--{each}" for each in _spellings(options)])
+    raise ConfigError(f"unknown option {typed}{meant}")
+
+
+def _known(name: str, options: Mapping[str, Option]) -> str | None:
+    """The name of an option in any spelling of it; a switch keeps its no-."""
     bare = name.removeprefix(_OFF)
     if name in options or (bare in options and options[bare].is_flag):
         return name
     for option in options:
         if option.lower() == name.lower():
             return option
-    if ALIASES.get(name) in options:
-        return ALIASES[name]
-    meant = synonyms.option_meant(bare, options) if dashes else None
-    if meant:
-        raise ConfigError(f"{where}unknown option {dashes}{name}; did you mean '{meant}'?")
-    spellings = [*options, *(alias for alias, option in ALIASES.items() if option in options)]
-    meant = did_you_mean(dashes + name, [dashes + spelling for spelling in spellings])
-    raise ConfigError(f"{where}unknown option {dashes}{name}{meant}")
+    return ALIASES[name] if ALIASES.get(name) in options else None
+
+
+def _spellings(options: Mapping[str, Option]) -> list[str]:
+    return [*options, *(alias for alias, option in ALIASES.items() if option in options)]
 
 
 def _with_value(setting: Setting, options: Mapping[str, Option]) -> Setting:

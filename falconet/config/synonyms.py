@@ -74,6 +74,11 @@ OPTIONS = {
     **dict.fromkeys(("dry-run", "show-config"), "plan"),
     **dict.fromkeys(("dataset-fraction", "fraction", "limit-train-batches"), "dataset-percentage"),
 }
+# Folders that others name beside the one to train on; here both are in one.
+DIVIDED = (
+    *("val-dir", "valid-dir", "validation-dir", "test-dir", "val-path", "validation-path", "test-path"),
+    *("val-folder", "val-data", "validation-data", "test-data"),
+)
 CHOICES = {
     "device": {"gpu": "cuda", "mps": "cpu"},
     "precision": {
@@ -89,6 +94,7 @@ CHOICES = {
     "optimizer": {"adam": "adamw", "momentum": "sgd"},
     "data": {"cifar-10": "cifar10", "cifar-100": "cifar100", "image_folder": "folder", "imagefolder": "folder"},
 }
+REASONS = {("device", "mps"): "Apple's GPUs are not supported"}  # why a choice of others is none here
 COMMANDS = {
     "version": "--version",
     **dict.fromkeys(("fit", "finetune", "fine-tune", "learn", "classify"), "train"),
@@ -105,9 +111,17 @@ COMMANDS = {
 }
 
 
+def advice(name: str, options: Collection[str]) -> str | None:
+    """What to do instead of using another program's option, in words."""
+    if name.lower() in DIVIDED and {"epoch", "data-dir"} <= {*options}:
+        return "expected one folder with train/ and val/ in it, as in `falconet train FOLDER`"
+    meant = option_meant(name, options)
+    return f"did you mean '{meant}'?" if meant else None
+
+
 def option_meant(name: str, options: Collection[str]) -> str | None:
     """What to type for another program's option, if the command has it, with dashes."""
-    meant = OPTIONS.get(name.lower())
+    meant = "data-dir" if name.lower() in DIVIDED else OPTIONS.get(name.lower())
     return f"--{meant}" if meant and meant.split()[0] in options else None
 
 
@@ -117,6 +131,12 @@ def choice_meant(option: str, value: str) -> str | None:
         return "cuda"  # CUDA_VISIBLE_DEVICES says which
     words, word = CHOICES.get(option, {}), value.lower()
     return words.get(word) or words.get(word.partition("-")[0])  # timm's rand-m9-mstd0.5
+
+
+def why_not(option: str, value: str) -> str:
+    """Why another program's choice is none here, for the end of a message."""
+    reason = REASONS.get((option, value.lower()))
+    return f"; {reason}" if reason else ""
 
 
 def command_meant(name: str, commands: Collection[str]) -> str | None:

@@ -1,7 +1,9 @@
 """The data of a run: its training and validation images, and how they become model input."""
 
+import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +14,7 @@ from falconet.config.fields import value_or
 from falconet.config.options import Augmentation, Data, bad_images, record_keys, reduced_size
 from falconet.data import layout
 from falconet.data.crops import Augment, Crops
-from falconet.data.headers import Check, without_bad
+from falconet.data.headers import MISSING, Check, what_is_wrong, without_bad
 from falconet.data.keyed import IntArray
 from falconet.data.layout import Division
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Channels, Normalise, Preprocessing, normaliser
@@ -38,6 +40,7 @@ DIGITS_SIZE = 8  # pixels, as stored: doubling it takes 2.6 times as long and ga
 CHECKED = {"folder": ("auto", "yes"), "imagenet": ("yes",)}  # kinds of photos -> values of --check-images
 MOST_WORKERS, WAITING = 32, 4  # threads that read headers: several per core, because they wait for the disk
 MOST_BAD = 5  # broken photos that are named
+MOST_CLASSES_NAMED = 3  # in a message
 MOST_SHOWN = 48  # characters of class names in a line
 BAD_PHOTOS = "bad_photos.txt"  # in the run folder: all of them
 
@@ -146,7 +149,11 @@ class Dataset(Splits):
         if not lines:
             return []
         more = [f"  and {len(lines) - MOST_BAD:,} more"] if len(lines) > MOST_BAD else []
-        headline = f"note: skipped {counted(len(lines), 'broken photo')}; {BAD_PHOTOS} in the run folder lists all"
+        bad = (*self.check.training, *self.check.validation)
+        missing = sum(each.reason == MISSING for each in bad)
+        words = f"{what_is_wrong(bad)} photo" if missing in (0, len(bad)) else "photo"
+        numbers = "" if missing in (0, len(bad)) else f" ({missing:,} missing, {len(bad) - missing:,} broken)"
+        headline = f"note: skipped {counted(len(bad), words)}{numbers}; {BAD_PHOTOS} in the run folder lists all"
         return [headline, *(f"  {line}" for line in lines[:MOST_BAD]), *more]
 
     def shape(self) -> str:
@@ -169,6 +176,33 @@ class Dataset(Splits):
         objects = getattr(self.train, "objects", None)
         return "" if objects is None else f", {objects.annotated:,} of them with boxes"
 
+    def fingerprint(self) -> dict[str, int | str]:
+        """What a checkpoint states about the images: how many there are, and a digest of their names and labels."""
+        digest = hashlib.blake2b(digest_size=16)
+        for source in (self.train, self.validation):
+            names = getattr(source, "names", None)
+            digest.update(b"" if names is None else names.block)
+            digest.update(source.labels.astype("<i8").tobytes())
+        return {"training": len(self.train), "validation": len(self.validation), "digest": digest.hexdigest()}
+
+    def changes_since(self, saved: object) -> str | None:
+        """A note if these are other images than those of a fingerprint."""
+        now = self.fingerprint()
+        match saved:
+            case {"training": int() as training, "validation": int() as validation, "digest": str() as digest}:
+                then = f"{training:,} to train and {validation:,} to validate"
+            case _:  # of older versions
+                return None
+        if digest == now["digest"]:
+            return None
+        here = f"{now['training']:,} and {now['validation']:,}"
+        are_as_many = (training, validation) == (now["training"], now["validation"])
+        return (
+            f"note: {self.where or self.kind} has changed since the checkpoint was saved: {then} then,"
+            f" {'as many others' if are_as_many else here} now; the run continues with those, so its result will differ"
+            " from an uninterrupted run's"
+        )
+
     def left_out(self) -> tuple[str, ...]:
         """The validation photos that no accuracy counts, because their files are broken."""
         return tuple(str(bad.path) for bad in self.check.validation)
@@ -183,10 +217,11 @@ class Dataset(Splits):
                 f"{self.where}: no photos to train on, only {len(self.validation):,} to validate; expected train/ as"
                 " well, or `falconet validate`"
             )
+        bad = self.check.validation
         if not len(self.validation):
             raise DataError(
                 f"{self.where}: no photos to validate on"
-                + (f", because they are broken; the first: {self.check.validation[0]}" if self.check.validation else "")
+                + (f", because they are {what_is_wrong(bad)}; the first: {bad[0]}" if bad else "")
                 + "; expected some in val/, or two photos or more of each class"
             )
         if self.label_sets is not None and not self._counts(self.validation.labels).any():
@@ -207,17 +242,18 @@ class Dataset(Splits):
             shown = "; ".join(map(str, bad[:MOST_BAD])) + ("; ..." if len(bad) > MOST_BAD else "")
             with named_option("bad_images_allowed"):
                 raise DataError(
-                    f"{len(bad):,} of {images:,} training photos are broken, {limit} are allowed; expected"
-                    f" fewer, or {len(bad)} here: {shown}"
+                    f"{len(bad):,} of {images:,} training photos are {what_is_wrong(bad)}, {limit} are allowed;"
+                    f" expected fewer, or {len(bad)} here: {shown}"
                 )
         empty = np.flatnonzero(self._counts(self.train.labels) == 0)
         if bad and len(empty):
             name = self.class_names[int(empty[0])]
-            raise DataError(f"no photo of '{name}' is left to train on; the broken ones include {bad[0]}")
+            raise DataError(f"no photo of '{name}' is left to train on; the {what_is_wrong(bad)} ones include {bad[0]}")
 
     def of_classes(self, class_names: tuple[str, ...], *, where: str, several: bool) -> "Dataset":
         """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""
-        is_alike = several == (self.label_sets is not None) and {*self.class_names} < {*class_names}
+        is_alike = several == (self.label_sets is not None) and {*self.class_names} <= {*class_names}
+        is_alike = is_alike and self.class_names != class_names
         if not is_alike or not isinstance(self.train, FileSource) or not isinstance(self.validation, FileSource):
             self.check_classes(class_names, where=where, several=several)
             return self
@@ -229,6 +265,12 @@ class Dataset(Splits):
         train, validation = (replace(source, class_names=class_names) for source in (self.train, self.validation))
         return replace(self, train=train, validation=validation, label_sets=sets)
 
+    def renamed(self, names: Mapping[str, str]) -> "Dataset":
+        """With other names for its classes, in the same order."""
+        called = tuple(names.get(name, name) for name in self.class_names)
+        train, validation = replace(self.train, class_names=called), replace(self.validation, class_names=called)
+        return replace(self, train=train, validation=validation)
+
     def check_classes(self, class_names: tuple[str, ...], *, where: str, several: bool | None = None) -> None:
         """Require the classes that a checkpoint was trained on. `several`: labels per photo; None: not known."""
         got = self.label_sets is not None
@@ -236,12 +278,23 @@ class Dataset(Splits):
             words = {False: "one label per photo", True: "several labels per photo"}
             raise CheckpointError(f"{where}: was trained on photos with {words[not got]}, the data has {words[got]}")
         if self.class_names != class_names:
-            pairs = zip(self.class_names, class_names, strict=False)
-            example = next((pair for pair in pairs if pair[0] != pair[1]), None)
-            differs = f"'{example[0]}' where it has '{example[1]}'" if example else "other classes"
             raise CheckpointError(
-                f"{where}: was trained on {counted(len(class_names), 'class')}, the data has {self.classes}, {differs}"
+                f"{where}: was trained on {counted(len(class_names), 'class')}, the data has {self.classes}:"
+                f" {_difference(self.class_names, class_names)}"
             )
+
+
+def _difference(got: tuple[str, ...], expected: tuple[str, ...]) -> str:
+    """How the classes of data differ from those of a checkpoint, with examples."""
+    new, absent = sorted({*got} - {*expected}), sorted({*expected} - {*got})
+    words = [f"{_some(new)} {'is' if len(new) == 1 else 'are'} new"] if new else []
+    words += [f"{_some(absent)} {'is' if len(absent) == 1 else 'are'} missing"] if absent else []
+    return " and ".join(words) or "the same ones in another order"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_CLASSES_NAMED:,} more" if len(names) > MOST_CLASSES_NAMED else ""
+    return ", ".join(f"'{name}'" for name in names[:MOST_CLASSES_NAMED]) + more
 
 
 def open_dataset(
@@ -285,6 +338,12 @@ def published_dataset(data: Data, *, model: str, percentage: float = 100.0) -> D
         if splits is None
         else prepared(share_of(splits, percentage=percentage), data, size=_image_size(data, model))
     )
+
+
+def refitted(dataset: Dataset, data: Data, model: str) -> Dataset:
+    """The same images, prepared as other options ask for."""
+    splits = Splits(**{each.name: getattr(dataset, each.name) for each in fields(Splits)})
+    return replace(prepared(splits, data, size=_image_size(data, model)), check=dataset.check)
 
 
 def prepared(splits: Splits, data: Data, *, size: int) -> Dataset:

@@ -27,6 +27,7 @@ UNKNOWN = -1  # the time of a file that has to be looked at again
 PORTION = 256  # files per call of a thread
 TAIL = 1024  # bytes in which a file has to end like an image
 MOST_REASON = 200  # characters
+MISSING = "missing"  # the reason of a photo that a table names and that is not there
 
 
 class Bad(NamedTuple):
@@ -37,6 +38,12 @@ class Bad(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
+
+
+def what_is_wrong(bad: Sequence[Bad]) -> str:
+    """`missing`, `broken`, or `missing or broken`."""
+    missing = sum(each.reason == MISSING for each in bad)
+    return " or ".join([*(["missing"] if missing else []), *(["broken"] if missing < len(bad) else [])])
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +263,7 @@ def _look(paths: list[bytes]) -> _Looked:
         try:
             sizes[number] = open_rgb(path).size if states[number] == State.DOUBTFUL else read_size(path)
         except UnreadableImageError as error:
-            reasons[number] = str(error)[:MOST_REASON]
+            reasons[number] = str(error)[:MOST_REASON] if path.exists() else MISSING
     return _Looked(sizes, reasons, states == State.UNREADABLE)
 
 

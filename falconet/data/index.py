@@ -26,7 +26,7 @@ from falconet.data.storage import proper
 from falconet.errors import DataError, LinkError
 from falconet.parallel.environment import is_first
 from falconet.parallel.host import available
-from falconet.report.console import Lines
+from falconet.report.console import Lines, Screen
 
 Array = npt.NDArray[Any]
 
@@ -263,7 +263,7 @@ def alone(root: Path) -> Iterator[None]:
 
 def say(text: str) -> None:
     """A line about the data on stderr, like progress."""
-    Lines(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False, emoji=False)
+    Screen(Lines(stderr=True, highlight=False, soft_wrap=True)).line(text)
 
 
 LEADING_OUT = re.compile(rb"(?:^|/)\.\.(?:/|$)")

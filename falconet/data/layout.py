@@ -151,7 +151,8 @@ def _from_split_folders(place: Path, parts: dict[str, str], division: Division) 
     for name in sources["validation"].class_names:
         if name not in train.class_names:
             where = place / parts["validation"] / name
-            raise DataError(f"{where}: no such class in {train.root}{did_you_mean(name, train.class_names)}")
+            meant = did_you_mean(name, train.class_names) or "; expected the same classes in both"
+            raise DataError(f"{where}: {train.root} has no class '{name}'{meant}")
     validation = sources["validation"].renumbered(train.class_names)
     absent = sorted({*train.class_names} - {*sources["validation"].class_names})
     if absent:
@@ -226,9 +227,8 @@ def _unknown(place: Path) -> str:
         return folder.unread_notes(found)[0]
     if not len(found.names):
         return (
-            f"{place}: found no photos; expected a folder per class, train/<class>/ and val/<class>/, a table of"
-            " photos and labels, train-00000-of-01024 (TFRecords), tar archives with train in their name, or"
-            f" {packed.shard_name('train', 0)} (packed shards)"
+            f"{place}: found no photos; expected a folder per class, such as {place}/cat/ and {place}/dog/, or such"
+            " folders in train/ and val/, a table of photos and labels, TFRecords, tar archives or packed shards"
         )
     example = place / Path(found.names[0]).parent
     return (

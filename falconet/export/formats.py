@@ -149,7 +149,7 @@ def write_timm(graph: Graph, folder: Path, _: torch.device) -> None:
 
 
 def open_timm(_: Graph, folder: Path, device: torch.device) -> Engine:
-    return torch_engine(timm_folder.open_model(folder), device)
+    return torch_engine(timm_folder.create_model(folder), device)
 
 
 def write_triton(graph: Graph, folder: Path, _: torch.device) -> None:

@@ -53,7 +53,7 @@ def write(graph: Graph, folder: Path) -> None:
     save_for_hf(model, str(folder), model_config=labels, model_args=arguments, safe_serialization=True)
 
 
-def open_model(folder: Path) -> nn.Module:
+def create_model(folder: Path) -> nn.Module:
     """The model as its users open it."""
     import timm
 

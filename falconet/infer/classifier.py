@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -42,7 +42,8 @@ class Classifier:
     regime: Regime
     device: torch.device
     data: options.Data = field(default_factory=options.Data)  # how its run read images: batches, threads, formats
-    checkpoint: Path | None = None  # where it is from
+    checkpoint: Path | None = None  # the one that it was loaded from
+    origin: str = ""  # what its weights are, in words; empty: random
     tta: views.Kind = "none"  # the views of an image whose logits are averaged, as in the run's validations
     several_labels: bool = False  # whether an image has any number of the classes
 
@@ -55,6 +56,10 @@ class Classifier:
     def batch(self) -> int:
         """Images in one forward pass of the run's validation."""
         return value_or(self.data.validation_batch_size, value_or(self.data.micro_batch_size, BATCH))
+
+    def loaded(self) -> list[str]:
+        """What was loaded, in a line; none for random weights."""
+        return [f"loaded {self.origin}"] if self.origin else []
 
     @property
     def scorer(self) -> nn.Module:
@@ -104,23 +109,34 @@ AskedT = TypeVar("AskedT", bound=Asked)
 Weights = Path | Literal["published"]
 
 
-def open_model(
-    command: type[AskedT], line: Sequence[Setting], note: Say, *, weights: Weights | None = None
-) -> tuple[Classifier, AskedT]:
+def open_classifier(command: type[AskedT], line: Sequence[Setting], note: Say) -> tuple[Classifier, AskedT]:
     """Open the model that a command's line names; return it with the options, to which its checkpoint adds defaults.
 
-    `weights`: published ones, or those of a file, instead of the line's checkpoint.
+    `note` gets what was concluded or passed over; the classifier's `origin` says what was loaded.
     """
+    asked: Any = load_options(command, line).options
+    weights: Any = asked.pretrained.pretrained if hasattr(asked, "pretrained") else "none"
+    if weights == "none":
+        classifier, options = _opened(command, line, note, chosen=asked.input.checkpoint_input_path)
+    else:
+        with named_option("pretrained"):
+            classifier, options = _opened(command, line, note, chosen=weights)
+    views: Any = getattr(options, "views", None)  # a command without them, such as export, has those of the run
+    return replace(classifier, tta=views.tta) if views else classifier, options
+
+
+def _opened(
+    command: type[AskedT], line: Sequence[Setting], note: Say, *, chosen: Weights | None
+) -> tuple[Classifier, AskedT]:
+    """`chosen`: a run, a folder of checkpoints, one of them, or weights from elsewhere."""
     asked = load_options(command, line).options
-    chosen, is_named = weights or asked.input.checkpoint_input_path, any(setting.option == "model" for setting in line)
+    is_named = any(setting.option == "model" for setting in line)
     if chosen is None:
         if not is_named:
             raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
         return _untrained(asked, note), asked
     if chosen != "published" and not chosen.is_file():
         folder, manifest = format.choose(chosen, asked.choice.checkpoint, note)
-        average = ", the moving average of its weights" if manifest.better_stem == "ema" else ""
-        note(f"loaded {folder}, saved after epoch {manifest.progress.epoch}{average}")
         asked = load_options(command, line, manifest.config).options
         return _trained(asked, folder, manifest), asked
     if chosen != "published" and (chosen.parent / MANIFEST).is_file():  # a file of a checkpoint
@@ -132,7 +148,7 @@ def open_model(
             note(concluded)
         asked, is_named = loaded.options, is_named or "model" in loaded.sources
     name = asked.model.model if is_named else _fitting(chosen, note)
-    return _pretrained(asked, name, chosen, note), asked
+    return _pretrained(asked, name, chosen), asked
 
 
 def _untrained(asked: Asked, note: Say) -> Classifier:
@@ -149,11 +165,10 @@ def _untrained(asked: Asked, note: Say) -> Classifier:
     return _classifier(asked, model, preprocessing, tuple(map(str, range(classes))))
 
 
-def _pretrained(asked: Asked, name: str, weights: Weights, note: Say) -> Classifier:
+def _pretrained(asked: Asked, name: str, weights: Weights) -> Classifier:
     """A model with weights that were trained elsewhere, and the preprocessing that they were trained with."""
-    opened = initial_weights.open_model(replace(asked.model, model=name), weights)
+    opened = initial_weights.pretrained_model(replace(asked.model, model=name), weights)
     classes, made = len(opened.class_names), opened.preprocessing
-    note(f"loaded {opened.source}, {counted(classes, 'class')}")
     if asked.fresh.classes not in ("auto", classes):
         raise ConfigError(f"--classes: got {asked.fresh.classes}, expected {classes}, as in {opened.source}")
     size = value_or(asked.fresh.image_size, made.image_size)
@@ -161,13 +176,14 @@ def _pretrained(asked: Asked, name: str, weights: Weights, note: Say) -> Classif
         zoo.check_image_size(name, size)
     made = replace(made, image_size=size, resize=max(size, size * made.resize // made.image_size))
     classifier = _classifier(asked, opened.model, made, opened.class_names, name=name)
-    return replace(classifier, several_labels=opened.several_labels)
+    origin = f"{opened.source}, {counted(classes, 'class')}"
+    return replace(classifier, several_labels=opened.several_labels, origin=origin)
 
 
 def _fitting(weights: Weights, note: Say) -> str:
     if weights == "published":
         raise ConfigError("expected --model as well, whose published weights are taken")
-    found = fitting_model(read_weights(weights))
+    found = fitting_model(read_weights(weights), where=str(weights))
     if found is None:
         raise ConfigError(f"{weights}: holds only weights, which fit no model of ours; expected --model as well")
     note(f"{weights}: its weights fit {found[0]}; --model names another one")
@@ -184,7 +200,14 @@ def _trained(asked: Asked, folder: Path, manifest: Manifest) -> Classifier:
     load_weights(model, weights, where=str(folder), name=asked.model.model)
     stored = load_options(ValidateOptions, [], manifest.config).options
     made = _classifier(asked, model, preprocessing, manifest.class_names, data=stored.data)
-    return replace(made, checkpoint=folder, tta=stored.views.tta, several_labels=manifest.several_labels)
+    average = ", the moving average of its weights" if manifest.better_stem == "ema" else ""
+    return replace(
+        made,
+        checkpoint=folder,
+        origin=f"{folder}, saved after epoch {manifest.progress.epoch}{average}",
+        tta=stored.views.tta,
+        several_labels=manifest.several_labels,
+    )
 
 
 def _classifier(

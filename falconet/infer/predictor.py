@@ -1,7 +1,6 @@
 """A predictor: pixels in, scores out, at a few fixed batch sizes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from falconet.config.commands import ServeOptions
 from falconet.config.settings import Setting
 from falconet.data.preprocessing import normaliser
-from falconet.infer.classifier import Classifier, open_model
+from falconet.infer.classifier import Classifier, open_classifier
 from falconet.models import views
 from falconet.numerics.precision import allow_half_partials, describe_half_partials
 from falconet.report.console import Say
@@ -121,13 +120,14 @@ class Lane:
         return scores
 
 
-def open_classifier(line: Sequence[Setting], note: Say) -> tuple[Classifier, ServeOptions]:
+def open_served(line: Sequence[Setting], say: Say) -> tuple[Classifier, ServeOptions]:
     """Open the model that a server's line names; return it with the options, to which its checkpoint adds defaults."""
-    classifier, options = open_model(ServeOptions, line, note)
-    classifier = replace(classifier, tta=options.views.tta)
+    classifier, options = open_classifier(ServeOptions, line, say)
+    for text in classifier.loaded():
+        say(text)
     if classifier.tta != "none":
-        note(f"averages the logits of {views.describe(classifier.tta)}")
+        say(f"averages the logits of {views.describe(classifier.tta)}")
     if options.serving.half_partial:
         allow_half_partials(classifier.device)
-        note(describe_half_partials(classifier.device))
+        say(describe_half_partials(classifier.device))
     return classifier, options

@@ -160,5 +160,7 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"'{name}' is not a model{did_you_mean(name, longer or [*names(), *with_prefix])}")
     if name.removeprefix(TIMM_PREFIX) not in known:
         # Sorted, so that of two equally near names the suggestion is always the same one.
-        meant = did_you_mean(name, sorted(TIMM_PREFIX + each for each in known))
+        spellings = sorted((TIMM_PREFIX + each for each in known), key=lambda each: (len(each), each))
+        longer = [each for each in spellings if each.startswith(name)]  # timm:resnext means one of them
+        meant = f"; did you mean '{longer[0]}'?" if longer else did_you_mean(name, spellings)
         raise ConfigError(f"'{name}' is not a model of timm{meant}")

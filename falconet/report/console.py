@@ -1,11 +1,13 @@
 """What a person sees of a run: lines, progress bars, and numbers with their nouns."""
 
+import contextlib
 import errno
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -37,6 +39,40 @@ def counted(number: int, word: str) -> str:
 def are(number: int, word: str) -> str:
     """`1 core is`, `2 cores are`."""
     return f"{counted(number, word)} {'is' if number == 1 else 'are'}"
+
+
+class Notice:
+    """One line on a terminal until the first other one; a counter replaces it for a while. There is none in a pipe."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._stream: TextIO | None = None  # rich replaces sys.stderr while it shows a bar
+
+    def begin(self, text: str) -> None:
+        is_plain = os.environ.get("TERM") == "dumb" or PSEUDO in os.environ
+        if not is_plain and all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr)):
+            self._text, self._stream = text, sys.stderr
+            self.show()
+
+    def show(self) -> None:
+        """Show it again, unless it has ended."""
+        self._write(f"{self._text}\r")  # what a library prints meanwhile replaces it too
+
+    def erase(self) -> None:
+        self._write("\x1b[K")
+
+    def end(self) -> None:
+        self.erase()
+        self._stream = None
+
+    def _write(self, text: str) -> None:
+        if self._stream:
+            with contextlib.suppress(OSError):  # the terminal is gone
+                self._stream.write(text)
+                self._stream.flush()
+
+
+NOTICE = Notice()  # there is one terminal
 
 
 class Lines(Console):
@@ -112,6 +148,7 @@ class Screen:
         self._glanced = self._printed = clock()
 
     def line(self, text: str) -> None:
+        NOTICE.end()
         if self._cell:
             self._cell.erase()
         self.console.print(text, markup=False, emoji=False)  # so that paths appear unchanged
@@ -254,11 +291,13 @@ class Counting:
             self._console.print(f"{self._what}: {self._count:,}{of}", markup=False, emoji=False)
 
     def __enter__(self) -> Self:
+        NOTICE.erase()
         self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bar.stop()
+        NOTICE.show()
 
 
 def screen_of(world: "World") -> Screen:

@@ -1,7 +1,7 @@
 """From options to model, data, optimizer and step: the only place that knows all of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
@@ -13,8 +13,7 @@ from falconet.checkpoint.writer import Company, SharedWriter, Writer
 from falconet.config import commands, rules
 from falconet.config.fields import value_or
 from falconet.config.options import share_of
-from falconet.config.rules import boxes_used
-from falconet.data.dataset import Dataset, open_dataset, published_dataset
+from falconet.data.dataset import Dataset, published_dataset
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, named_option
 from falconet.models.freezing import matching
@@ -49,7 +48,7 @@ from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
 from falconet.report.console import Say, Screen
 from falconet.report.styles import FALCONET
-from falconet.train import processes, saved_model
+from falconet.train import defaults, processes, saved_model
 from falconet.train.evaluate import require_accuracy
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
@@ -97,6 +96,27 @@ def phases_built(launch: Launch, site: Site, *, opened: Dataset | None = None) -
     for _ in phases_of(launch.loaded.options)[1:]:
         built.append(BuiltPhase(launch, site, before=built[-1]))
     return built
+
+
+def with_images(launch: Launch) -> Launch:
+    """The run with its data open, once for everything that needs it; images that are made up depend on the batch."""
+    options = launch.loaded.options
+    if launch.images is not None or not rules.is_stored(options):
+        return launch
+    return replace(launch, images=_open_images(launch, global_batch=options.data.micro_batch))
+
+
+def _open_images(launch: Launch, *, global_batch: int) -> Dataset:
+    """The data of a run; a plan alone does not need the files."""
+    options = launch.loaded.options
+    if options.run.plan:
+        percentage = options.training.dataset_percentage
+        published = published_dataset(options.data, model=options.model.model, percentage=percentage)
+        if published is not None:
+            return published
+    if launch.restored:
+        saved_model.refuse_download(launch.loaded)
+    return defaults.open_images(options, global_batch=global_batch)
 
 
 def limit_libraries(options: commands.TrainOptions, grid: Grid) -> None:
@@ -151,7 +171,7 @@ class BuiltPhase:
             joined=processes.joined(self.options.parallel, launch.division),
             folded=processes.folded(self.options.parallel, launch.division),
         )
-        self.full_size: Dataset = before.full_size if before else opened or self._open_images()
+        self.full_size: Dataset = before.full_size if before else opened or self._images()
         _check_labels(self.full_size, launch)
         self.images = self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
         self.plan: Plan = plan_of(
@@ -163,24 +183,8 @@ class BuiltPhase:
         self.offender = Offender(site.world.device)
         self.placement: Placement = self._place()
 
-    def _open_images(self) -> Dataset:
-        """Opened once for all phases; a plan alone does not need the files."""
-        data, model, percentage = self.options.data, self.options.model.model, self.options.training.dataset_percentage
-        if self.options.run.plan:
-            published = published_dataset(data, model=model, percentage=percentage)
-            if published is not None:
-                return published
-        if self.launch.restored:
-            saved_model.refuse_download(self.launch.loaded)
-        return open_dataset(
-            data,
-            model=model,
-            global_batch=self.shape.global_batch,
-            seed=self.options.run.seed,
-            use_objects=boxes_used(self.options),
-            percentage=percentage,
-            to_train=True,
-        )
+    def _images(self) -> Dataset:
+        return self.launch.images or _open_images(self.launch, global_batch=self.shape.global_batch)
 
     def _place(self) -> Placement:
         """The whole model in each process, or a stage of it."""

@@ -11,7 +11,7 @@ from falconet.config.fields import value_or
 from falconet.config.load import LOWERED, Loaded, Options
 from falconet.config.recipes import PHOTOS, source_of
 from falconet.config.settings import CHECKPOINT, WEIGHTS
-from falconet.data.dataset import open_dataset
+from falconet.data.dataset import Dataset, open_dataset, refitted
 from falconet.errors import CheckpointError, ConfigError
 from falconet.models import pretrained
 from falconet.models.pretrained import FILE
@@ -79,9 +79,37 @@ def _has_published(options: commands.TrainOptions) -> bool:
     return options.training.init_path is None and pretrained.is_published(options.model.model)
 
 
-def settled(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
-    """The same options without auto for those that depend on the data or the device."""
-    return _with_length(_with_precision(loaded))
+def open_images(options: commands.TrainOptions, *, global_batch: int) -> Dataset:
+    """The images of a training."""
+    return open_dataset(
+        options.data,
+        model=options.model.model,
+        global_batch=global_batch,
+        seed=options.run.seed,
+        use_objects=rules.boxes_used(options),
+        percentage=options.training.dataset_percentage,
+        to_train=True,
+    )
+
+
+def with_photos(
+    loaded: Loaded[commands.TrainOptions],
+) -> tuple[Loaded[commands.TrainOptions], InitialWeights | None, Dataset | None]:
+    """The options and weights of a new run, with the user's photos, if those are its data.
+
+    The photos are opened first: a wrong folder is reported before hundreds of megabytes of weights are downloaded.
+    """
+    is_photos = loaded.options.data.data == "folder"
+    photos = open_images(loaded.options, global_batch=loaded.options.data.micro_batch) if is_photos else None
+    loaded, initial = with_weights(loaded)
+    return loaded, initial, refitted(photos, loaded.options.data, loaded.options.model.model) if photos else None
+
+
+def settled(
+    loaded: Loaded[commands.TrainOptions], images: Dataset | None = None
+) -> tuple[Loaded[commands.TrainOptions], Dataset | None]:
+    """The same options without auto for those that depend on the data or the device, and the data if it is open."""
+    return _with_length(_with_precision(loaded), images)
 
 
 def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
@@ -92,21 +120,15 @@ def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.Tr
     return replace(loaded, options=replace(loaded.options, machine=machine))
 
 
-def _with_length(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
+def _with_length(
+    loaded: Loaded[commands.TrainOptions], images: Dataset | None
+) -> tuple[Loaded[commands.TrainOptions], Dataset | None]:
     """With epochs for the number of images, and a batch and a warm-up that suit them, unless the line states those."""
     options = loaded.options
     is_open = {name: loaded.sources.get(name) == source_of(PHOTOS) for name in LOWERED}
     if options.training.epoch != "auto" and not any(is_open.values()):
-        return loaded
-    images = open_dataset(
-        options.data,
-        model=options.model.model,
-        global_batch=options.data.micro_batch,
-        seed=options.run.seed,
-        use_objects=rules.boxes_used(options),
-        percentage=options.training.dataset_percentage,
-        to_train=True,
-    )
+        return loaded, images
+    images = images or open_images(options, global_batch=options.data.micro_batch)
     if options.training.epoch == "auto":
         options = replace(options, training=replace(options.training, epoch=epochs_for(len(images.train))))
     if is_open["micro-batch-size"]:
@@ -120,7 +142,8 @@ def _with_length(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.Train
         updates = options.training.updates or options.training.epochs * per_epoch
         warmup = warmup_for(options.learning_rate.warmup_epoch, updates=updates, per_epoch=per_epoch)
         options = replace(options, learning_rate=replace(options.learning_rate, warmup_epoch=warmup))
-    return replace(loaded, options=options)
+    is_fixed = rules.is_stored(options)  # others depend on the batch
+    return replace(loaded, options=options), images if is_fixed else None
 
 
 def batch_for(images: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands
 from falconet.config.load import Loaded
+from falconet.config.recipes import PHOTOS, source_of
 from falconet.config.rules import least_micro_batch
 from falconet.config.settings import LINE
 from falconet.data import mixing
@@ -29,6 +30,7 @@ from falconet.parallel.world import World
 from falconet.report.console import Say
 from falconet.train import evaluate, processes
 from falconet.train.build import BuiltPhase, Site, open_site, phases_built
+from falconet.train.defaults import batch_for
 from falconet.train.placement import GIB, WholeModel, training_bytes
 from falconet.train.processes import Launch
 
@@ -341,8 +343,11 @@ def settled(launch: Launch, site: Site) -> tuple[Launch, Dataset | None]:
     if launch.restored and stored and launch.again:  # the same run, which has found its own
         total = stored * processes.stored_number(launch.restored.manifest, "gradient-accumulation")
         return _launched(launch, micro_batch=stored, total=total), None
-    config = [each.values[0] for each in launch.loaded.line if each.bare == "micro-batch-size" and each.source != LINE]
+    given = [each for each in launch.loaded.line if each.bare == "micro-batch-size" and each.source != LINE]
+    config = [each.values[0] for each in given]
     base = stored or (options.data.micro_batch if config in ([], ["auto"]) else int(config[-1]))
+    if not stored and launch.images is not None and given and given[-1].source == source_of(PHOTOS):
+        base = min(base, batch_for(len(launch.images.train)))
     total = base * options.training.gradient_accumulation
     first = with_batch(options, micro_batch=base, total=total)
     (built, *_) = phases_built(replace(launch, loaded=replace(launch.loaded, options=first)), site)

@@ -20,6 +20,7 @@ from falconet.config import commands, options, rules
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import INVOCATION, Loaded, left_out, typed, unsettled
 from falconet.config.settings import CHECKPOINT, WEIGHTS, Setting, is_asked_for
+from falconet.data.dataset import Dataset
 from falconet.errors import CheckpointError, ConfigError, DeviceError, WorldError, named_option
 from falconet.parallel import environment, world
 from falconet.parallel.division import (
@@ -56,22 +57,32 @@ class Launch:
     place: Place | None
     again: bool  # another attempt: a worker died, or the run was started again with --resume
     initial: InitialWeights | None = None  # pretrained weights of a new run
+    images: Dataset | None = None  # the data, if it was opened to settle the options
     conventions: Conventions = FALCONET
     hosts: "Hosts | None" = None  # of which each has one process, this one here; it starts the workers
     notes: tuple[str, ...] = ()  # on weights, and on the restored run's options that this one does not take over
 
     def stored(self) -> dict[str, dict[str, Any]]:
         """The options that its checkpoints state; a continued run still started with the weights it once named."""
+        table = self.loaded.rooted().table()
+        for name, entry in self.loaded.table().items():
+            if entry["value"] != table[name]["value"]:
+                table[name]["typed"] = entry["value"]  # a relative path
+        return table | self.started()
+
+    def started(self) -> dict[str, dict[str, Any]]:
+        """The weights that a continued run once started with."""
         first = self.restored.manifest.config if self.restored else {}
-        return self.loaded.table() | {name: first[name] for name in STARTED if name in first}
+        return {name: first[name] for name in STARTED if name in first}
 
 
 def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:
     """Decide everything about processes; nothing is started. One process on each of several hosts meets the others."""
     place = environment.find_place(os.environ)
     _check_stages(rules.stages_of(loaded.options.parallel))
-    loaded, initial = defaults.with_weights(loaded) if restored is None else (loaded, None)
-    loaded = _settled(defaults.settled(loaded), restored, place)
+    loaded, initial, images = defaults.with_photos(loaded) if restored is None else (loaded, None, None)
+    loaded, images = defaults.settled(loaded, images)
+    loaded = _settled(loaded, restored, place)
     asked, hosts = _asked(loaded), None
     if place is not None and environment.is_one_per_host(os.environ, place) and asked.processes != place.size:
         division, hosts = _divided_over_hosts(loaded, asked, place)
@@ -100,6 +111,7 @@ def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventi
         again=again,
         initial=initial,
         hosts=hosts,
+        images=images,
         notes=notes,
         conventions=conventions,
     )
@@ -425,7 +437,9 @@ def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
     if found is None:
         return None
     folder, manifest = found
-    asked, stored = _values(loaded.table()), _values(manifest.config)
+    asked, stored = _values(loaded.rooted().table()), _values(manifest.config)
+    if isinstance(place := stored.get("data-dir"), str):  # relative in older checkpoints
+        stored["data-dir"] = str(Path(place).absolute())
     for name in options_of(type(loaded.options)):
         is_open = not is_asked_for(loaded.sources.get(name)) and (name in SETTLED or name not in stored)
         is_open = is_open or name in unsettled(loaded.line) or _is_of_weights(name, loaded, manifest)

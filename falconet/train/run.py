@@ -14,7 +14,7 @@ import torch
 
 from falconet import writing
 from falconet.checkpoint import disk
-from falconet.checkpoint.manifest import SEVERAL_LABELS, Manifest
+from falconet.checkpoint.manifest import IMAGES, SEVERAL_LABELS, Manifest
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config import commands, effects
@@ -97,7 +97,7 @@ def _carried_out(launch: Launch) -> int:
             REGIMES[launch.loaded.options.machine.precision].require(world.device)
         if not launch.loaded.options.run.plan:
             build.limit_libraries(launch.loaded.options, site.grid)
-        launch, opened = memory.settled(launch, site)
+        launch, opened = memory.settled(build.with_images(launch), site)
         launch, finding = _with_rate(launch, site)
         options = launch.loaded.options
         current = processes.current_phase(phases_of(options), launch.loaded, launch.restored)
@@ -193,6 +193,8 @@ def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
     elif built.restored:
         folder, manifest = built.restored
         built.images.check_classes(manifest.class_names, where=str(folder), several=manifest.several_labels)
+        if changes := built.images.changes_since(manifest.content.get(IMAGES)):
+            screen.line(changes)
         _require_same_state(built.launch.loaded.options, manifest, folder=folder)
         state.load(folder, name=model)
         state.progress = _progress_in(built.plan, manifest)
@@ -297,7 +299,7 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, ba
     run_folder.check_saved(saved, options, restored=launch.restored)  # the run that held the lock may have just ended
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
-    run_folder.write_config(folder, launch.loaded, "\n".join(plan) + "\n")
+    run_folder.write_config(folder, launch.loaded.rooted().to_yaml(launch.started()), "\n".join(plan) + "\n")
     if bad:
         writing.replace(folder, BAD_PHOTOS, "\n".join(bad) + "\n")
     return folder
@@ -368,6 +370,8 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         with stopwatch.standing():
             averaged = _conclude(built, watch, folder)
     held = metrics.measure_memory(state, built.replicas, built.site.grid)
+    if watch.validation.left_out:
+        built.site.note(evaluate.left_out_line(watch.validation.left_out))
     if world.is_first:
         ending = run_folder.Ending(
             checkpoints=saving.folder,
@@ -377,8 +381,6 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             is_last=built.phase.is_last,
         )
         run_folder.write_summary(folder, watch.log, ending)
-    if watch.validation.left_out:
-        built.site.note(evaluate.left_out_line(watch.validation.left_out))
     return Handover(averaged=averaged, best=output.measurements.best) if averaged else None
 
 
@@ -457,6 +459,7 @@ def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> 
             "class_names": list(images.class_names),
             **({SEVERAL_LABELS: True} if images.label_sets is not None else {}),
             "preprocessing": images.preprocessing.to_json(),
+            IMAGES: images.fingerprint(),
             "config": built.launch.stored(),
             "plan": built.plan.lines(),
             "initial_weights": _initial_weights(built.launch),

@@ -252,8 +252,8 @@ def kept(options: commands.TrainOptions) -> int | None:
     return max(KEPT, int(last))
 
 
-def write_config(folder: Path, loaded: Loaded[commands.TrainOptions], plan: str) -> None:
-    writing.replace(folder, CONFIG, loaded.to_yaml())
+def write_config(folder: Path, config: str, plan: str) -> None:
+    writing.replace(folder, CONFIG, config)
     writing.replace(folder, PLAN, plan)
 
 
@@ -329,7 +329,10 @@ def write_summary(folder: Path, log: Log, ending: Ending) -> None:
 
 def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
     """The summary for a person: the result, where it is, and what to do with it."""
-    measured, lines = log.output.measurements, {}
+    measured, lines, chosen = log.output.measurements, {}, None
+    if ending.is_last:
+        with contextlib.suppress(CheckpointError):  # the file system may be gone by now; the run itself is done
+            chosen = format.choose(ending.checkpoints, "best", lambda _: None)
     if measured.best:
         score, update, _ = measured.best
         is_here = update > log.plan.updates_before
@@ -337,7 +340,9 @@ def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
         scores = (ending.metric.key, ending.metric.average_key)
         last = [measured.latest[name] for name in scores if name in measured.latest]
         later = f", {max(last):.2f}% at the end" if last and update != log.plan.updates else ""
-        lines[f"best {ending.metric.name}"] = f"{score:.2f}% {when}{later}"
+        is_average = chosen and chosen.manifest.progress.update == update and chosen.manifest.better_stem == "ema"
+        whose = " (moving average)" if is_average else ""
+        lines[f"best {ending.metric.name}"] = f"{score:.2f}%{whose} {when}{later}"
     if log.ended_early:
         end, epochs = log.plan.epoch_at(log.state.progress.update), counted(log.plan.patience or 0, "epoch")
         lines["ended early"] = f"after epoch {in_short(end)}: {epochs} without a better validation"
@@ -346,9 +351,8 @@ def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
     lines["images per second"] = f"{rate.images_per_second:,.0f} ({waited})"
     lines["peak memory"] = f"{ending.peak_memory / 2**30:.2f} GiB"
     lines |= ending.memory.told()
-    if ending.is_last:
-        with contextlib.suppress(CheckpointError):  # the file system may be gone by now; the run itself is done
-            lines["best checkpoint"] = str(format.choose(ending.checkpoints, "best", lambda _: None).folder)
+    if chosen:
+        lines["best checkpoint"] = str(chosen.folder)
     lines["run folder"] = str(folder)
     if ending.is_last and log.plan.validation_mode != "none":
         is_inside = ending.checkpoints in (folder, folder / "checkpoints")

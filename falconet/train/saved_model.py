@@ -20,6 +20,7 @@ from falconet.config.settings import Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
 from falconet.data.sources.folder import validates_by_name
 from falconet.errors import CheckpointError, ConfigError, DataError
+from falconet.models import pretrained
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE, World, open_machine
@@ -48,6 +49,7 @@ class Opened:
     update: int = 0  # updates that made its weights
     metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, at the update it was saved at
     is_better: bool = True  # of a checkpoint's weights and their moving average, by their validation
+    other_data: Path | None = None  # the data folder, if it is not the one that its run was trained on
 
 
 def global_batch(options: TrainOptions) -> int:
@@ -80,6 +82,7 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
     """The model of a whole checkpoint, then its moving average if it has one; the line overrides its options."""
     manifest = format.verify(folder)
     options, images = images_of(folder, manifest, line)
+    other = None if _is_own(options.data, manifest) else options.data.data_dir
     for stem, suffix in STEMS:
         if stem not in manifest.stems:
             continue
@@ -88,7 +91,7 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
         epoch, update = epoch_of(manifest), manifest.progress.update
         name, metrics = folder.name + suffix, manifest.metrics
         is_better = stem == manifest.better_stem
-        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics, is_better)
+        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics, is_better, other)
 
 
 def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tuple[ValidateOptions, Dataset]:
@@ -98,14 +101,33 @@ def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tupl
     refuse_download(loaded)
     # Generated images depend on the seed and the global batch of training, whatever the micro-batch here.
     trained = load_options(TrainOptions, [], manifest.config).options
-    data = options.data if options.data.data_dir == trained.data.data_dir else _whole(options.data)
+    data = options.data if _is_own(options.data, manifest) else _whole(options.data)
     images = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
     return options, images.of_classes(manifest.class_names, where=folder.name, several=manifest.several_labels)
+
+
+def _is_own(data: Data, manifest: Manifest) -> bool:
+    """Whether it is the data that a checkpoint's run was trained on; a path may have several spellings."""
+    trained = load_options(ValidateOptions, [], manifest.config).options.data
+    if data.data not in PHOTOS or data.data_dir is None or trained.data_dir is None:
+        return data.data_dir == trained.data_dir
+    return data.data_dir.resolve() == trained.data_dir.resolve()
 
 
 def foreign_images(data: Data, *, model: str) -> Dataset:
     """The images that weights from elsewhere are measured on."""
     return open_dataset(_whole(data), model=model, global_batch=data.micro_batch, seed=0)
+
+
+def of_imagenet(images: Dataset, class_names: tuple[str, ...], *, where: str) -> Dataset:
+    """Images in some of ImageNet's folders, called by number or description, with the classes of a model of all."""
+    synsets, descriptions = pretrained.imagenet_classes(pretrained.IMAGENET_CLASSES), pretrained.imagenet_descriptions()
+    numbered = images.renamed(dict(zip(descriptions, synsets, strict=True)))
+    if class_names not in (synsets, descriptions) or not {*numbered.class_names} <= {*synsets}:
+        return images
+    # By number: two classes are called crane.
+    aligned = numbered.of_classes(synsets, where=where, several=False)
+    return aligned.renamed(dict(zip(synsets, class_names, strict=True)))
 
 
 def _whole(data: Data) -> Data:
@@ -127,7 +149,7 @@ def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
     given = {*named, *origin.options, *(("data",) if "data-dir" in named else ())}  # a folder implies --data folder
     missing = [f"--{name}" for name in ("model", "data") if name not in given]
     if missing:
-        other = fitting_model(file.weights) if "--model" in missing else None
+        other = fitting_model(file.weights, where=str(path)) if "--model" in missing else None
         fits = f"; these weights fit --model {other[0]}" if other else ""
         raise ConfigError(f"{path}: holds only weights; expected {' and '.join(missing)} as well{fits}")
     loaded = load_options(ValidateOptions, line, origin.table())
@@ -153,7 +175,7 @@ def with_origin(loaded: Loaded[TrainOptions]) -> tuple[Loaded[TrainOptions], tup
         asked = is_asked_for(loaded.sources.get("model"))
         origin = find_origin(read_file(path), model=loaded.options.model.model if asked else None)
     else:
-        origin = own_origin(format.read_manifest(format.newest_whole(path, note=lambda _: None)))
+        origin = own_origin(format.choose(path, "best", lambda _: None).manifest)
     known = options_of(TrainOptions)
     of_model = {name: value for name, value in origin.options.items() if known[name].path[0] == "model"}
     if not of_model:
@@ -164,13 +186,13 @@ def with_origin(loaded: Loaded[TrainOptions]) -> tuple[Loaded[TrainOptions], tup
 
 
 def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
-    """Give a new model all weights of a checkpoint, of the newest one in a folder, or of a file."""
+    """Give a new model all weights of a file, or those that predictions use of a checkpoint, or of the best one."""
     if path.is_file():
         load_foreign(model, read_weights(path), where=f"--init-path: {path}", name=name)
         return
-    path = format.newest_whole(path, note)
-    weights = format.read_tensors(path, "model", verified=format.read_manifest(path))
-    load_weights(model, weights, where=f"--init-path: {path}", name=name)
+    folder, manifest = format.choose(path, "best", note)
+    weights = format.model_weights(folder, manifest, manifest.better_stem)
+    load_weights(model, weights, where=f"--init-path: {folder}", name=name)
 
 
 def load_published(model: nn.Module, name: str, *, classes: int) -> str:
@@ -190,7 +212,10 @@ def open_pretrained(line: Sequence[Setting]) -> Opened:
     assert asked != "none"
     found = defaults.find_weights(loaded.options.model.model, asked, otherwise="or --checkpoint-input-path")
     options = defaults.fitted(loaded, found).options
-    images = open_dataset(options.data, model=options.model.model, global_batch=options.data.micro_batch, seed=0)
+    images = foreign_images(options.data, model=options.model.model)
+    images = of_imagenet(images, found.class_names, where=found.source)
+    if {*images.class_names} <= {*found.class_names}:
+        images = images.of_classes(found.class_names, where=found.source, several=found.several_labels)
     if not found.keeps_classifier(images.class_names):
         raise CheckpointError(
             f"--pretrained: {found.source} knows {found.classes:,} classes, the data has {images.classes:,}"

@@ -12,6 +12,7 @@ import zipfile
 
 import pytest
 import safetensors.torch
+import timm
 import torch
 from torch import nn
 
@@ -608,6 +609,20 @@ def test_weights_of_another_model_are_listed_with_the_model_they_fit():
         " and 57 more); these weights fit resnet20-cifar with 10 classes (all 116 tensors)"
     )
     assert all(torch.equal(tensor, before.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "where", ["resnet10t_176_c3-f3215ab1.pth", "models--timm--resnet10t.c3_in1k/model.safetensors"]
+)
+def test_weights_named_after_a_model_of_timm_that_they_fit_are_listed_with_it(monkeypatch, where):
+    monkeypatch.setattr(zoo, "names", lambda: ("resnet8-cifar",))  # trying all of them takes seconds
+    given = timm.create_model("resnet10t", num_classes=7).state_dict()
+    with pytest.raises(
+        CheckpointError, match=r"; these weights fit timm:resnet10t with 7 classes \(all \d+ tensors\)$"
+    ):
+        load_foreign(zoo.build("resnet8-cifar", classes=10, seed=0), given, where=where)
+    assert fitting_model(given, where="weights.pth") is None
+    assert fitting_model(given, where="resnet50d.pth") is None  # by name alone
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 import torchvision
 
 from falconet.checkpoint import format, initial_weights
-from falconet.checkpoint.initial_weights import find, open_model
+from falconet.checkpoint.initial_weights import find, pretrained_model
 from falconet.config.options import Data, Model
 from falconet.data.preprocessing import Preprocessing
 from falconet.errors import CheckpointError
@@ -159,7 +159,7 @@ def test_the_classifier_is_kept_only_for_the_same_classes(tmp_path):
 
 def test_a_pretrained_model_names_imagenets_classes(tmp_path):
     path = saved(spread(torchvision.models.resnet18(weights=None)), tmp_path / "resnet18-f37072fd.pth")
-    opened = open_model(Model(model="resnet18"), path)
+    opened = pretrained_model(Model(model="resnet18"), path)
     assert opened.class_names[281] == "tabby, tabby cat"
     assert (opened.preprocessing.resize, opened.preprocessing.interpolation) == (256, "bilinear")
     assert opened.source == str(path)

@@ -26,13 +26,22 @@ def assert_same_parameters(left, right):
             assert torch.equal(tensor, right[name]), name
 
 
-def test_run_starts_with_the_newest_weights_of_another_or_of_a_file(falconet, tmp_path):
+def test_run_starts_with_the_best_weights_of_another(falconet, tmp_path):
+    assert falconet(f"train {TINY} --ema-half-life 0.5 --lr 1 --run-dir a").code == 0
+    folder, manifest = format.choose(tmp_path / "a", "best", print)
+    assert manifest.better_stem == "ema"
+    assert falconet(f"train {TINY} {STILL} --run-dir b --init-path a").code == 0
+    assert_same_parameters(format.model_weights(folder, manifest, "ema"), weights(tmp_path / "b"))
+
+
+def test_run_starts_with_the_weights_of_another_or_of_a_file(falconet, tmp_path):
     first = falconet(f"train {TINY} --run-dir a --epoch 2")
     assert first.code == 0, first.err
     answer = falconet(f"train {TINY} {STILL} --run-dir b --init-path a")
     assert answer.code == 0, answer.err
     assert "starts with the weights of a\n" in answer.out
-    assert_same_parameters(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    best = format.choose(tmp_path / "a", "best", print).folder
+    assert_same_parameters(load_file(best / "model.safetensors"), weights(tmp_path / "b"))
     file = format.checkpoints_in(tmp_path / "a")[0] / "model.safetensors"
     assert falconet(f"train {TINY} {STILL} --run-dir c --init-path {file}").code == 0
     assert_same_parameters(load_file(file), weights(tmp_path / "c"))

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import runs
+from falconet.data import layout
 from falconet.data.layout import load_photos
 
 SMALL = (
@@ -99,7 +100,8 @@ def test_broken_photos_are_listed_together_and_skipped(falconet, heap):
     assert headline + "".join(f"  {line}\n" for line in listed) in answer.out
     assert (heap.parent / "run/bad_photos.txt").read_text().splitlines() == listed
     left_out = f"left out of the validation, because they cannot be read: 1 image: photos/{validation[0]}"
-    assert answer.out.splitlines()[-1] == left_out
+    lines = answer.out.splitlines()
+    assert lines[lines.index(left_out) + 1] == ""  # before the summary, which ends with what to do next
 
 
 def test_of_many_broken_photos_five_are_named(falconet, heap):
@@ -225,12 +227,83 @@ def test_validation_needs_no_photos_to_train_on_and_not_every_class(falconet, he
 
 
 @pytest.mark.usefixtures("trained")
+def test_other_photos_are_the_second_word_and_leave_the_runs_table_as_it_is(falconet, heap):
+    assert falconet("validate run photos").code == 0  # its own, though named
+    own = Path("run/validation.csv").read_bytes()
+    shutil.copytree(heap / "light", "new/light")
+    answer = falconet("validate run new")
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("new: 2 classes (dark, light), 12 photos (0 to 12 per class)")
+    assert "note: --val-fraction 1 validates on all of them\n" in answer.out
+    assert answer.out.endswith("written to run/validation-new.csv and run/validation-new.json\n")
+    assert Path("run/validation.csv").read_bytes() == own
+    assert validated(falconet("validate run new --val-fraction 1")) == 12
+
+
+def test_photos_are_the_only_word_beside_published_weights(falconet):
+    answer = falconet("validate photos --model resnet18 --pretrained nowhere.pth")
+    assert (
+        answer.err == "falconet validate: --pretrained: nowhere.pth: no such file or folder; expected a"
+        " safetensors or torch file, a checkpoint or a run folder\n"
+    )
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_restored_run_notes_that_its_photos_have_changed(falconet, heap):
+    assert "has changed" not in falconet("restore run --epoch 2").out
+    before = load_photos(heap)
+    for number in range(12, 20):
+        Image.new("RGB", (20, 16), (40, number, 40)).save(heap / f"dark/{number}.jpg")
+    found = load_photos(heap)
+    answer = falconet("restore run --epoch 3")
+    assert answer.code == 0, answer.err
+    then = f"{len(before.train)} to train and {len(before.validation)} to validate then"
+    now = f"{len(found.train)} and {len(found.validation)} now"
+    assert f"note: photos has changed since the checkpoint was saved: {then}, {now};" in answer.out
+
+
+@pytest.mark.usefixtures("trained")
 def test_a_class_that_the_checkpoint_does_not_know_is_named(falconet, heap):
     (heap.parent / "new/test/grey").mkdir(parents=True)
     shutil.copy(heap / "light/1.jpg", heap.parent / "new/test/grey")
     answer = falconet("validate --checkpoint-input-path run --data-dir new")
     assert answer.code == 2
-    assert "was trained on 2 classes, the data has 1, 'grey' where it has 'dark'" in answer.err
+    assert "was trained on 2 classes, the data has 1: 'grey' is new and 'dark', 'light' are missing" in answer.err
+
+
+def test_photos_that_a_table_names_and_are_not_there_are_missing(falconet, heap):
+    rows = [f"{name}/{number}.jpg,{name}" for name in ("dark", "light") for number in range(14)]
+    (heap / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    line = f"train photos {SMALL} --pretrained none"
+    out = falconet(f"{line} --plan").out
+    assert "note: skipped 4 missing photos; bad_photos.txt in the run folder lists all\n" in out
+    assert "  photos/dark/12.jpg: missing (" in out
+    (heap / "light/3.jpg").write_bytes(b"")
+    assert "note: skipped 5 photos (4 missing, 1 broken); " in falconet(f"{line} --plan").out
+    answer = falconet(f"{line} --bad-images-allowed 0")
+    assert answer.code == 2
+    assert re.search(
+        r"--bad-images-allowed: \d of 2\d training photos are missing( or broken)?, 0 are allowed", answer.err
+    )
+
+
+def test_a_folder_without_photos_is_reported_before_weights_are_fetched(falconet):
+    Path("empty").mkdir()
+    answer = falconet("train empty")  # no test has a network, nor the weights
+    assert answer.code == 2
+    assert answer.err.startswith(
+        "falconet train: empty: found no photos; expected a folder per class, such as empty/cat/"
+    )
+
+
+def test_a_start_that_settles_everything_opens_the_photos_once(falconet, heap, monkeypatch):
+    opened = []
+    plain = layout.load_photos
+    monkeypatch.setattr(layout, "load_photos", lambda *given: opened.append(given) or plain(*given))
+    line = "train photos --pretrained none --model resnet8-cifar --image-size 16 --threads 1 --device cpu"
+    answer = falconet(f"{line} --updates 1 --lr auto")
+    assert answer.code == 0, answer.err
+    assert len(opened) == 1
 
 
 def only_validated(root):

@@ -18,7 +18,7 @@ from falconet.commands.predict import folder_name
 from falconet.config.commands import PredictOptions
 from falconet.config.load import read_line
 from falconet.infer import photos
-from falconet.infer.classifier import open_model
+from falconet.infer.classifier import open_classifier
 from falconet.infer.photos import Photo
 from falconet.train import saved_model
 
@@ -60,7 +60,7 @@ def home(falconet, trained):
 
 def logits_of(line, words, **asked):
     """name -> scores, of the model that a line names."""
-    classifier, _ = open_model(PredictOptions, read_line(PredictOptions, line.split()), lambda _: None)
+    classifier, _ = open_classifier(PredictOptions, read_line(PredictOptions, line.split()), lambda _: None)
     found = [Photo(word, word) for word in words]
     rows = [row for batch in photos.scored(classifier, found, **asked) for row in batch]
     return classifier, rows

@@ -16,7 +16,7 @@ import torch
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import write_manifest
 from falconet.config.settings import LINE, Setting
-from falconet.infer.predictor import open_classifier
+from falconet.infer.predictor import open_served
 from falconet.serve.protocol import HEADER
 from falconet.train.saved_model import open_checkpoint
 from served import LIMIT, answers, binary, connected, infer, received, served
@@ -154,7 +154,7 @@ def test_the_moving_average_is_served_where_it_validated_better(falconet):
         format.amend(folder, {"metrics": {"validation_accuracy": 50.0, "score": score}})
         notes = []
         line = [Setting("checkpoint-input-path", (str(folder),), LINE), Setting("threads", ("1",), LINE)]
-        classifier, _ = open_classifier(line, notes.append)
+        classifier, _ = open_served(line, notes.append)
         weights = format.model_weights(folder, format.read_manifest(folder), stem)
         assert all(torch.equal(own, weights[name]) for name, own in classifier.model.state_dict().items())
         assert notes[0].partition(", saved after epoch 2")[2] == said

@@ -65,6 +65,12 @@ def test_each_epoch_is_a_row_and_the_end_says_what_is_where_and_what_comes_next(
     )
 
 
+def test_a_best_accuracy_of_the_moving_average_is_called_so(falconet):
+    out = falconet(f"train {TINY} --ema-half-life 0.5 --lr 1 --run-dir r").out
+    assert format.choose(Path("r"), "best", print).manifest.better_stem == "ema"
+    assert re.search(r"^best accuracy        \d+\.\d\d% \(moving average\) after epoch 2 \(\*\)$", out, re.M)
+
+
 @pytest.mark.parametrize("line", ["train", "restore"])
 def test_no_line_of_the_originals_is_printed(falconet, line):
     if line == "restore":

@@ -239,16 +239,19 @@ def test_a_folder_of_photos_is_the_data_of_foreign_weights(falconet, image_folde
 
 
 @pytest.mark.parametrize("command", ["validate", "average --validate --checkpoint-output-path a"])
-def test_a_run_from_another_folder_asks_for_its_photos(falconet, image_folder, monkeypatch, command):
+def test_a_run_finds_its_photos_from_another_folder_or_asks_for_them(falconet, image_folder, monkeypatch, command):
     line = "train photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --threads 1 --device cpu"
     assert falconet(f"{line} --warmup-epoch 0 --run-dir r").code == 0
     Path("elsewhere").mkdir()
+    shutil.copytree(image_folder / "val", "elsewhere/photos/other")  # of the same name, but other photos
     monkeypatch.chdir("elsewhere")
+    assert falconet(f"{command} --checkpoint-input-path ../r").code == 0
+    image_folder.rename(image_folder.with_name("moved"))
+    shutil.rmtree("a", ignore_errors=True)
     answer = falconet(f"{command} --checkpoint-input-path ../r")
     assert answer.code == 2
-    assert "photos: no such folder in " in answer.err
-    assert "the run was trained on it; expected --data-dir, where its photos are" in answer.err
-    assert falconet(f"{command} --checkpoint-input-path ../r --data-dir ../photos").code == 0
+    assert f"{image_folder}: no such folder; the run was trained on it; expected --data-dir" in answer.err
+    assert falconet(f"{command} --checkpoint-input-path ../r --data-dir ../moved").code == 0
 
 
 class Hostile:
@@ -334,14 +337,14 @@ def test_what_cannot_be_measured_is_refused_in_one_line(falconet, checkpoints, l
     assert answer.err.count("\n") == 1
 
 
-def test_images_of_other_classes_are_refused_and_the_first_difference_named(falconet, image_folder):
+def test_images_of_other_classes_are_refused_and_the_difference_named(falconet, image_folder):
     line = f"train --data-dir {image_folder} {SMALL} --micro-batch-size 8 --epoch 1 --threads 1"
     assert falconet(f"{line} --run-dir r").code == 0
     (image_folder / "val/light").rename(image_folder / "val/night")
     (image_folder / "train/light").rename(image_folder / "train/night")
     answer = falconet("validate --checkpoint-input-path r")
     assert answer.code == 2
-    assert "was trained on 2 classes, the data has 2, 'night' where it has 'light'" in answer.err
+    assert "was trained on 2 classes, the data has 2: 'night' is new and 'light' is missing" in answer.err
 
 
 def test_unreadable_photos_give_no_accuracy(falconet, image_folder):

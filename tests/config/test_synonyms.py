@@ -12,8 +12,18 @@ LINES = {
     "train --batch-size 8": "unknown option --batch-size; did you mean '--micro-batch-size'?",
     "train --epochs 3": "unknown option --epochs; did you mean '--epoch'?",
     "train --imgsz 224": "unknown option --imgsz; did you mean '--image-size'?",
-    "train --img_size 224": "unknown option --img-size; did you mean '--image-size'?",
+    "train --img_size 224": "unknown option --img_size; did you mean '--image-size'?",
     "train --amp": "unknown option --amp; did you mean '--precision 16.32'?",
+    "train -b 64": "unknown option -b; did you mean '--micro-batch-size'?",
+    "train photos --val-dir x": "unknown option --val-dir; expected one folder with train/ and val/ in it, as in"
+    " `falconet train FOLDER`",
+    "validate r --val_dir=x": "unknown option --val_dir; did you mean '--data-dir'?",
+    "train a/train a/val": "got 'a/train a/val', expected one folder with all photos, in train/ and val/ if they are"
+    " divided; did you mean 'a'?",
+    "train a/x b/x": "got 'a/x b/x', expected one folder with all photos, in train/ and val/ if they are divided\n",
+    "validate r a b": "got 'a b', expected one folder with all photos",
+    "train --device mps": "--device: got 'mps', expected auto, cpu or cuda; Apple's GPUs are not supported;"
+    " did you mean 'cpu'?",
     "train --device 0": "--device: got '0', expected auto, cpu or cuda; did you mean 'cuda'?",
     "train --device 0,1": "; did you mean 'cuda'?",
     "train --device cuda:1": "; did you mean 'cuda'?",

@@ -138,3 +138,19 @@ def test_an_image_in_a_shard_is_read_from_its_place(tmp_path):
 def test_a_share_without_an_image_is_refused():
     with pytest.raises(DataError, match="1 % of 50 training images leaves none"):
         share_of(splits(ArraySource(IMAGES[:50], LABELS[:50], NAMES)), percentage=1)
+
+
+def test_other_names_or_labels_are_other_images(image_folder):
+    dataset = open_dataset(Data(data="folder", data_dir=image_folder), model="resnet18", global_batch=4, seed=1)
+    saved = dataset.fingerprint()
+    assert (saved["training"], saved["validation"]) == (24, 8)
+    moved = image_folder.rename(image_folder.with_name("moved"))
+    again = open_dataset(Data(data="folder", data_dir=moved), model="resnet18", global_batch=4, seed=1)
+    assert again.changes_since(saved) is None
+    for older in (None, {}, {"training": "24", "validation": 8, "digest": ""}):
+        assert again.changes_since(older) is None
+    swapped = replace(again, train=replace(again.train, labels=again.train.labels[::-1].copy()))
+    fewer = replace(again, train=again.train.subset(np.arange(20)))
+    assert "moved has changed" in swapped.changes_since(saved)
+    assert "24 to train and 8 to validate then, as many others now" in swapped.changes_since(saved)
+    assert "24 to train and 8 to validate then, 20 and 8 now" in fewer.changes_since(saved)

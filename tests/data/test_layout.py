@@ -36,9 +36,8 @@ def test_a_folder_without_photos_reports_what_was_expected(tmp_path):
     with pytest.raises(DataError) as caught:
         layout.load_photos(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}: found no photos; expected a folder per class, train/<class>/ and val/<class>/, a table of photos"
-        " and labels, train-00000-of-01024 (TFRecords), tar archives with train in their name, or"
-        " train-00000.falconet (packed shards)"
+        f"{tmp_path}: found no photos; expected a folder per class, such as {tmp_path}/cat/ and {tmp_path}/dog/, or"
+        " such folders in train/ and val/, a table of photos and labels, TFRecords, tar archives or packed shards"
     )
 
 

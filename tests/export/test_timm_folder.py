@@ -54,7 +54,7 @@ def test_timms_transform_sees_the_pixels_of_validation(resize, interpolation, tm
     """The centre crop of the resized photo, to the rounding of two resizings."""
     about = replace(PREPROCESSING, resize=resize, interpolation=interpolation)
     timm_folder.write(graph_of("resnet10", preprocessing=about), tmp_path)
-    transform = create_transform(**resolve_data_config({}, model=timm_folder.open_model(tmp_path)))
+    transform = create_transform(**resolve_data_config({}, model=timm_folder.create_model(tmp_path)))
     smooth = np.linspace(0, 255, 60 * 80 * 3).reshape(60, 80, 3).astype(np.uint8)
     photo = Image.fromarray(smooth)
     box = evaluation_box(80, 60, resize=resize, crop=32)

@@ -176,6 +176,7 @@ MISTAKES = {
     "convnext_tiny": "'convnext_tiny' is not a model; did you mean 'timm:convnext_tiny'?",
     "xyz": "'xyz' is not a model",
     "timm:resnet5O": "'timm:resnet5O' is not a model of timm; did you mean 'timm:resnet50'?",
+    "timm:resnext": "'timm:resnext' is not a model of timm; did you mean 'timm:resnext26ts'?",
     "timm:resnet50.none": "'timm:resnet50.none' is not a model of timm; did you mean 'timm:resnet50'?",
 }
 

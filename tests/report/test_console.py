@@ -1,15 +1,20 @@
 """The screen prints plain lines to a file, and adds a progress bar on a terminal."""
 
+import contextlib
 import io
 import os
 import re
+import select
+import subprocess
+import sys
 import time
 
 import pytest
 from rich.console import Console
 
+from falconet import __version__
 from falconet.errors import UserError
-from falconet.report.console import Counting, Lines, Screen
+from falconet.report.console import Counting, Lines, Notice, Screen
 from falconet.report.throughput import Pace
 
 HOSTILE = ["[red]x[/red] [/]", "runs/:cat:/a:smiley:b.png", "x" * 500, "100 % of [1, 2, 3]", "a\\[b]"]
@@ -345,3 +350,73 @@ def test_the_counter_shows_names_as_they_are(monkeypatch):
     assert "[31m" in text.getvalue()
     assert "\x1b[31m" not in text.getvalue()
     assert "[red]a\\x1b" in text.getvalue()
+
+
+@contextlib.contextmanager
+def on_a_terminal(monkeypatch):
+    """A notice that all output knows, and what a terminal, which is both stdout and stderr, has got since."""
+    there, here = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    notice = Notice()
+    monkeypatch.setattr("falconet.report.console.NOTICE", notice)
+
+    def got():
+        text = b""
+        while select.select([there], [], [], 0.1)[0]:  # seconds: the kernel passes output on a moment later
+            text += os.read(there, 1 << 16)
+        return text.decode()
+
+    with os.fdopen(here, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        patch.setattr(sys, "stderr", stream)
+        yield notice, got
+    os.close(there)
+
+
+def test_a_notice_is_erased_by_the_first_line(monkeypatch):
+    with on_a_terminal(monkeypatch) as (shown, got):
+        shown.begin("loading ...")
+        assert got() == "loading ...\r"
+        Screen().line("loaded")
+        Screen().line("more")
+        assert got() == "\x1b[Kloaded\r\nmore\r\n"
+        shown.end()
+        assert got() == ""
+
+
+def test_a_counter_replaces_the_notice_for_a_while(monkeypatch):
+    with on_a_terminal(monkeypatch) as (shown, got):
+        shown.begin("loading ...")
+        got()
+        with Counting("checking"):
+            begun = got()
+        assert begun.startswith("\x1b[K")
+        assert "checking" in begun
+        assert got().endswith("loading ...\r")
+        Screen().line("done")
+        with Counting("again"):
+            got()
+        assert "loading" not in got()
+
+
+def test_there_is_no_notice_unless_both_streams_are_terminals(monkeypatch):
+    with on_a_terminal(monkeypatch) as (shown, got):
+        for stream in ("stdout", "stderr"):
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, stream, io.StringIO())
+                shown.begin("loading ...")
+        monkeypatch.setenv("TERM", "dumb")
+        shown.begin("loading ...")
+        shown.end()
+        assert got() == ""
+
+
+def test_a_command_on_a_terminal_says_at_once_that_it_loads():
+    there, here = os.openpty()
+    line = [sys.executable, "-m", "falconet", "models"]
+    with subprocess.Popen(line, stdout=here, stderr=here, env=os.environ | {"TERM": "xterm"}) as process:
+        os.close(here)
+        first = os.read(there, 1 << 16).decode()
+        process.kill()
+    os.close(there)
+    assert first == f"falconet {__version__}: loading PyTorch ...\r"

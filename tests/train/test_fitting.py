@@ -21,7 +21,8 @@ from falconet.infer.predictor import Predictor
 from falconet.parallel.collectives import Processes
 from falconet.serve import app
 from falconet.serve.batching import _failure
-from falconet.train import build, evaluate, memory, processes, step
+from falconet.train import build, defaults, evaluate, memory, processes, step
+from layouts import class_folders
 from runs import assert_bitwise, begin, finish, stop_at
 from tiny import TINY
 
@@ -100,6 +101,15 @@ def test_auto_fills_updates_of_several_micro_batches(falconet, limited):
     limited(1000)
     answer = falconet(f"train {AUTO} --gradient-accumulation 2 --plan")
     assert "global batch 128 = micro-batch 128 x accumulation 1 x replicas 1\n" in answer.out
+
+
+def test_auto_suits_fewer_photos_than_the_config_for_photos_expects(falconet, limited, tmp_path):
+    photos = class_folders(tmp_path / "photos")
+    limited(100)
+    line = f"train {photos} --model resnet8-cifar --pretrained none --image-size 32 --epoch 1 --run-dir r"
+    answer = falconet(f"{line} --micro-batch-size auto")
+    assert answer.code == 0, answer.err
+    assert "fits, for updates of 8 images" in answer.out
 
 
 def test_auto_keeps_the_updates_of_a_config(falconet, limited):
@@ -420,7 +430,7 @@ def failing(error):
 
 
 PLACES = {
-    "opening data": (dataset, "open_dataset", "train {tiny} --run-dir r", build),
+    "opening data": (dataset, "open_dataset", "train {tiny} --run-dir r", defaults),
     "building a model": (build.BuiltPhase, "new_state", "train {tiny} --run-dir r", None),
     "a loader thread": (buffers.PixelRows, "read", "train {tiny} --run-dir r", None),
     "pinned buffers": (loader.Resources, "batch_for", "train {tiny} --run-dir r", None),

@@ -16,7 +16,7 @@ from falconet.config.commands import ServeOptions
 from falconet.config.settings import LINE, Setting
 from falconet.data import mixing
 from falconet.data.mixing import Mix
-from falconet.infer.classifier import open_model
+from falconet.infer.classifier import open_classifier
 from falconet.serve.protocol import Served, metadata
 from falconet.train.loss import MultiLabelLoss, presence_weights
 from runs import assert_bitwise, stop_at
@@ -208,7 +208,7 @@ def test_original_programs_do_not_call_map_an_accuracy(falconet, trained):
 
 
 def test_server_states_the_sigmoid(falconet, trained):
-    classifier, _ = open_model(ServeOptions, [Setting("checkpoint-input-path", ("run",), LINE)], lambda _: None)
+    classifier, _ = open_classifier(ServeOptions, [Setting("checkpoint-input-path", ("run",), LINE)], lambda _: None)
     served = Served(
         name=classifier.name,
         preprocessing=classifier.preprocessing,

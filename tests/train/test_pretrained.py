@@ -108,6 +108,7 @@ def test_a_restored_run_still_names_the_file_it_started_with(falconet, option):
     started = falconet(line)
     assert started.code == 0, started.err
     assert falconet("restore run --updates 2").code == 0
+    assert f"\n{option.lstrip('-')}: mine.pth  # checkpoint\n" in Path("run/config.yaml").read_text()
     Path("mine.pth").unlink()  # not read again
     again = falconet(line.replace("--updates 1", "--updates 2"))
     assert again.code == 0, again.err

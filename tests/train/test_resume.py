@@ -84,3 +84,13 @@ def test_resume_is_refused_where_it_makes_no_sense(falconet, line, message):
     answer = falconet(line)
     assert answer.code == 2
     assert message in answer.err
+
+
+def test_a_run_on_a_relative_path_resumes_whatever_its_checkpoints_call_it(falconet, image_folder):
+    line = "train photos --config photos --pretrained none --model resnet8-cifar --image-size 16 --epoch 1 --threads 1"
+    line += " --device cpu --run-dir r --resume"
+    assert falconet(line).code == 0
+    assert f"data-dir: {image_folder}  # command line\n" in Path("r/config.yaml").read_text()
+    for spelling in ("photos", f"{image_folder}"):
+        assert "nothing left to train" in falconet(line.replace("photos", spelling, 1)).out
+    assert "--data-dir" in falconet(line.replace("photos", "photos/train", 1)).err

@@ -136,7 +136,7 @@ def test_a_validation_class_that_training_lacks_is_named(root):
     image(root, "val/dogs/1.png")
     with pytest.raises(DataError) as caught:
         layout.load_photos(root)
-    assert str(caught.value) == f"{root}/val/dogs: no such class in {root}/train; did you mean 'dog'?"
+    assert str(caught.value) == f"{root}/val/dogs: {root}/train has no class 'dogs'; did you mean 'dog'?"
 
 
 def test_the_md5_of_a_folder_is_that_of_the_sorted_md5s_of_its_files(tmp_path):
