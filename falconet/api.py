@@ -178,7 +178,7 @@ def _placed(line: list[Setting]) -> Loaded[TrainOptions]:
     loaded = inputs.load(TrainOptions, line)
     if loaded.options.run.run_dir != "auto":
         return loaded
-    folder = run_folder.claim(loaded.options, restored=None)
+    folder = run_folder.claim(loaded.options)
     return inputs.load(TrainOptions, [*line, Setting("run-dir", (str(folder),), LINE)])
 
 

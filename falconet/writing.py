@@ -14,7 +14,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -70,6 +70,17 @@ def growing(folder: Path, name: str) -> int:
             content = file.read()
     replace(folder, name, content)  # other hard links keep the old content
     return growing(folder, name)
+
+
+def keep_lines(folder: Path, name: str, keep: Callable[[bytes], bool]) -> None:
+    """Remove the other lines of a file, and half a line at its end; nothing is written if there are none."""
+    if not (folder / name).exists():
+        return
+    with os.fdopen(growing(folder, name), "rb") as file:
+        lines = file.read().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and keep(line)]
+    if len(kept) < len(lines):
+        replace(folder, name, b"".join(kept))
 
 
 def put(file: FileIO, data: bytes) -> bytes:

@@ -90,7 +90,7 @@ def test_metrics_become_a_table_if_pandas_is_there(monkeypatch):
     ("options", "message"),
     [
         ({"modell": "resnet18"}, "unknown option --modell; did you mean '--model'?"),
-        ({"epoch": "many"}, "--epoch: got 'many', expected a whole number, at least 1"),
+        ({"epoch": "many"}, "--epoch: got 'many', expected a number, more than 0"),
         ({"epoch": True}, "--epoch: got no value"),
         ({"tensorboard": "yes"}, "--tensorboard: got 'yes', expected no value: it is a switch"),
         ({"photos": "nowhere"}, "nowhere: no such folder"),

@@ -107,7 +107,8 @@ def test_pytorch_program_prints_and_writes_its_lines_and_files(run):
     assert [float(row["epoch"]) for row in rows(out / "training.csv")] == [0.5, 1.0, 1.5, 2.0]
     assert [row["iteration"] for row in rows(out / "training.csv")] == ["2", "4", "6", "8"]
     assert header(out / "validation.csv") == "validation_epoch,validation_iteration,validation_accuracy"
-    assert json.loads((out / "app.json").read_text())["micro_batch_size"] == "4"
+    stored = json.loads((out / "app.json").read_text())
+    assert (stored["micro_batch_size"], stored["precision"], stored["seed"]) == (4, "32.32", 0)
     assert " - [INFO] - " in (out / "log.txt").read_text()
     requires_in_order(
         run("pytorch:validate.py", "--checkpoint-path out"),
@@ -165,6 +166,8 @@ def test_tensorflow_program_prints_and_writes_its_lines_and_files(run):
     files = {"arguments.json", "log.txt", "training.csv", "validation.csv", "result_3.txt"}
     assert files <= {path.name for path in folder.iterdir()}
     assert header(folder / "training.csv") == TENSORFLOW_COLUMNS
+    stored = json.loads((folder / "arguments.json").read_text())
+    assert (stored["batch_size"], stored["iterations"], stored["weight_avg_exp"]) == (4, 4, [0.97])
     assert header(folder / "validation.csv") == "name,iteration,epoch,val_acc,val_time,val_size,img_per_sec,latency"
     assert [row["name"] for row in rows(folder / "validation.csv")] == ["ckpt-4", "weight_avg_exp_0.97"]
     assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"ckpt-4", "weight_avg_exp_0.97"}

@@ -183,7 +183,7 @@ def checkpoints_in(path: Path) -> list[Path]:
         return [path]
     inner = path / "checkpoints"
     found = _children(inner if inner.is_dir() else path)
-    return found or [path] * _looks_like_one(path)
+    return found or [path] * looks_like_one(path)
 
 
 def choose(path: Path, which: Which, note: Callable[[str], None]) -> Checkpoint:
@@ -265,13 +265,13 @@ def refuse(folder: Path, error: CheckpointError) -> CheckpointError:
     return error
 
 
-def _looks_like_one(path: Path) -> bool:
+def looks_like_one(path: Path) -> bool:
     """Whether this is a checkpoint, complete or damaged."""
     return path.is_dir() and ((path / MANIFEST).exists() or any(path.glob(f"*{SUFFIX}")))
 
 
 def _children(home: Path) -> list[Path]:
-    return sorted((p for p in home.iterdir() if not p.name.startswith(".") and _looks_like_one(p)), key=_age)
+    return sorted((p for p in home.iterdir() if not p.name.startswith(".") and looks_like_one(p)), key=_age)
 
 
 def _readable(folder: Path) -> Manifest | None:

@@ -29,17 +29,23 @@ class Totals:
     correct: int = 0
     images: int = 0
     skipped: int = 0  # updates that did not change the weights
+    smoothing: float = 0.0  # the part of the loss that label smoothing adds
 
-    def add(self, loss: float, correct: int, images: int, skipped: int) -> None:
+    def add(self, loss: float, correct: int, images: int, skipped: int, smoothing: float = 0.0) -> None:
         self.updates += 1
         self.loss += loss
         self.correct += correct
         self.images += images
         self.skipped += skipped
+        self.smoothing += smoothing
 
     @property
     def mean_loss(self) -> float:
         return self.loss / self.updates
+
+    @property
+    def mean_smoothing(self) -> float:
+        return self.smoothing / self.updates
 
     @property
     def accuracy(self) -> float:
@@ -55,6 +61,8 @@ class Progress:
     interval: Totals = field(default_factory=Totals)  # since the last log point
     epoch: Totals = field(default_factory=Totals)  # since the start of the epoch
     unvalidated: bool = False  # the run stopped before the validation due here
+    points: int = 0  # log points so far
+    seconds: float = 0.0  # of training so far
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,10 +75,12 @@ class Progress:
             raise CheckpointError(
                 "the checkpoint's 'meter' lacks the totals of its run, so it cannot be continued"
             ) from None
-        numbers = [content.get("update"), *(value for each in totals for value in asdict(each).values())]
+        points, seconds = content.get("points", 0), content.get("seconds", 0.0)  # older checkpoints have neither
+        numbers = [content.get("update"), points, seconds, *(v for each in totals for v in asdict(each).values())]
         if not all(isinstance(number, int | float) for number in numbers):
             raise CheckpointError("the checkpoint's 'meter' holds something other than numbers")
-        return cls(content["update"], *totals, unvalidated=bool(content.get("unvalidated")))
+        unvalidated = bool(content.get("unvalidated"))
+        return cls(content["update"], *totals, unvalidated=unvalidated, points=points, seconds=seconds)
 
 
 @dataclass

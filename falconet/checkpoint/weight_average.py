@@ -21,6 +21,7 @@ class Averaging:
     strategy: Literal["mean", "exponential"]
     decay: float = 0.99
     last: int | None = None
+    epochs: int | None = None  # whose checkpoints are averaged, counted from the newest; None: of all
     discarded: int = 0  # number of newest checkpoints to leave out before `last` is counted
 
 

@@ -1,6 +1,6 @@
 """`falconet average`: average the checkpoints of a run into one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -41,7 +41,8 @@ def run(loaded: Loaded[AverageOptions]) -> int:
         raise ConfigError(f"--weight-avg-discard: got {how.discarded}, which leaves no checkpoint of {path}")
     if not folders:
         raise CheckpointError(f"{path}: holds only averages; expected checkpoints of training")
-    to = options.average.checkpoint_output_path or save.averaged_name(folders[-1])
+    made = save.made_of(folders, how)
+    to = _destination(options.average.checkpoint_output_path, folders[-1], made, say=screen.line)
     if any(to.resolve() == folder.resolve() for folder in whole if not format.read_manifest(folder).averaged):
         raise ConfigError(f"--checkpoint-output-path: {to} is a checkpoint of training; expected another name")
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -56,12 +57,41 @@ def run(loaded: Loaded[AverageOptions]) -> int:
             load_weights(opened.model, weights, where=str(path))
             _reestimate_batchnorm(opened, folders[-1], line, images=options.average.batchnorm_images, note=screen.line)
             weights = dict(opened.model.state_dict())
-        save.write_average(folders, how, weights=weights, to=to)
-    screen.line(f"written to {to}")
+        replaced = _made_otherwise(to, made)
+        save.write_average(folders, made, weights=weights, to=to)
+    screen.line(f"written to {to}{', in place of another average' if replaced else ''}")
     if options.average.validate:
         found = saved_model.measure(_opened(to, line), screen.line)
         screen.line(f"{found.metric.name} of the average: {found.score:.2f}%")
     return 0
+
+
+def _destination(asked: Path | None, newest: Path, made: Mapping[str, object], *, say: Say) -> Path:
+    """The checkpoint to write: `asked`, or one inside it if it is a folder of other things, or beside the others.
+
+    Under a name that is not asked for, an average that was made otherwise is kept.
+    """
+    is_folder = asked is not None and asked.is_dir() and not format.looks_like_one(asked)
+    if asked is not None and not is_folder:
+        return asked
+    home = newest.parent if asked is None else asked / "checkpoints" if (asked / "checkpoints").is_dir() else asked
+    to = home / save.averaged_name(newest).name
+    if not _made_otherwise(to, made):
+        return to
+    strategy, decay, of = made["strategy"], made["decay"], made["of"]
+    assert isinstance(of, list)
+    kind = f"exp_{decay:.15g}" if strategy == "exponential" else strategy
+    say(f"{to} is another average, and kept")
+    return home / save.averaged_name(newest, f"{kind}_{len(of)}").name
+
+
+def _made_otherwise(folder: Path, made: Mapping[str, object]) -> bool:
+    """Whether an average is there that was made in another way, or of other checkpoints."""
+    try:
+        found = format.read_manifest(folder).content.get("averaged") if folder.is_dir() else None
+    except CheckpointError:  # damaged: of no use
+        return False
+    return bool(found) and found != made
 
 
 def _undisturbed(folder: Path) -> AbstractContextManager[None]:

@@ -81,6 +81,11 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         lambda o: o.training.freeze is not None or bool(o.training.trainable),
     ),
     ("epoch", "a length in epochs: --updates replaces it", lambda options: options.training.updates is None),
+    (
+        "logs-per-epoch",
+        "log points per epoch: --log-interval replaces them",
+        lambda options: options.logging.log_interval is None,
+    ),
     ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
     ("optimizer-eps", "--optimizer adamw, rmsprop or lars", _optimizer_in("adamw", "rmsprop", "rmsprop_tf", "lars")),
     ("rmsprop-decay", "--optimizer rmsprop", _optimizer_in("rmsprop", "rmsprop_tf")),
@@ -105,6 +110,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((f"proxy-{name}", "--proxy-norm", lambda o: o.model.proxy_norm) for name in ("epsilon", "recompute")),
     ("conv-bias", "--norm-type none", lambda options: options.model.norm_type == "none"),
     ("iterations", "--data generated or synthetic", _random_data),
+    ("validation-images", "--data generated", lambda options: options.data.data == "generated"),
     *((name, "--data other than generated and synthetic", rules.is_stored) for name in _KEPT_OPTIONS),
     ("validation-crop-ratio", "--validation-crop auto or centre", lambda o: o.data.validation_crop != "whole"),
     ("classes", "--data generated or synthetic", _random_data),
@@ -131,7 +137,12 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         "--weight-avg-strategy exponential",
         lambda o: o.averaging.weight_avg_strategy == "exponential",
     ),
-    ("weight-avg-N", "--weight-avg-strategy", averages),
+    (
+        "weight-avg-N",
+        "--weight-avg-strategy, or with --weight-avg-epochs",
+        lambda o: averages(o) and o.averaging.weight_avg_epochs is None,
+    ),
+    ("weight-avg-epochs", "--weight-avg-strategy", averages),
     *(
         (f"fine-tune-{name}", "--half-res-training", lambda o: o.fine_tuning.half_res_training)
         for name in _FINE_TUNE_OPTIONS

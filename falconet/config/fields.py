@@ -16,6 +16,7 @@ from falconet.errors import DataError
 Auto = Literal["auto"]
 ORIGIN = "origin"  # the key in a field's metadata
 UNSET = "None"  # what is typed to remove a stored value
+WHOLE_OR_NOT = int | float  # usually whole: searches try whole numbers only
 T = TypeVar("T")
 
 
@@ -202,7 +203,7 @@ def _parts(kind: Any) -> tuple[Any, ...]:
 
 def _numbers(kind: Any) -> list[type[float]]:
     bases = [get_args(part)[0] if get_origin(part) is Annotated else part for part in _parts(kind)]
-    return [base for base in bases if base in (int, float)]
+    return [int if base == WHOLE_OR_NOT else base for base in bases if base in (int, float, WHOLE_OR_NOT)]
 
 
 def _choices(kind: Any) -> tuple[object, ...]:
@@ -219,8 +220,10 @@ def _converted(kind: Any, text: str) -> object:
         return None
     for part in parts:
         base, *ranges = get_args(part) if get_origin(part) is Annotated else (part,)
-        if base in (int, float):
-            number: float = base(text)
+        if base in (int, float, WHOLE_OR_NOT):
+            number: float = int(text) if base is int else float(text)
+            if base == WHOLE_OR_NOT and number.is_integer():
+                number = int(number)
             if math.isfinite(number) and all(number in each for each in ranges):
                 return number
         elif base in (str, Path):
@@ -246,6 +249,8 @@ def _name(part: Any) -> str:
     if get_origin(part) is Literal:
         *others, last = map(str, get_args(part))
         return f"{', '.join(others)} or {last}" if others else last
+    if part == WHOLE_OR_NOT:
+        return "a number"
     return {"int": "a whole number", "float": "a number", "Path": "a path"}.get(part.__name__, "text")
 
 
@@ -261,6 +266,8 @@ def _letters(part: Any) -> str:
     if get_origin(part) is Literal:
         choices = ",".join(map(str, get_args(part)))
         return f"{{{choices}}}" if "," in choices else choices
+    if part == WHOLE_OR_NOT:
+        return "N"
     return {"int": "N", "float": "X", "Path": "PATH"}.get(part.__name__, "TEXT")
 
 

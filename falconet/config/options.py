@@ -5,6 +5,8 @@ Training's sections come first, in the order of the help; then those of measurin
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -64,6 +66,8 @@ class Data:
     """Number of classes of generated and synthetic data; auto: 1000, or 10 for the CIFAR networks."""
     iterations: Annotated[int, AtLeast(1)] = 100
     """Updates per epoch of generated or synthetic data; in `bench infer`, batches of any data."""
+    validation_images: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Validation images of generated data; auto: a tenth of the training images."""
     micro_batch_size: Annotated[int, AtLeast(1)] | Auto = MICRO_BATCH
     """Images in one forward and backward pass; auto: the most that fit, in updates of 64 x --gradient-accumulation."""
     validation_batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
@@ -109,8 +113,8 @@ class Data:
 class Training:
     """How long to train, what to start with, which weights to train."""
 
-    epoch: Annotated[int, AtLeast(1)] | Auto = 30
-    """Passes over the training images; auto: depends on their number, see docs/using/photos.md."""
+    epoch: Annotated[int | float, MoreThan(0)] | Auto = 30
+    """Passes over the training images, such as 2.5; auto: depends on their number, see docs/using/photos.md."""
     updates: Annotated[int, AtLeast(1)] | None = None
     """Length of the training in updates instead of --epoch; may end within an epoch. None removes a stored value."""
     class_weights: Literal["none", "balanced"] = "none"
@@ -140,9 +144,20 @@ class Training:
 
     @property
     def epochs(self) -> int:
-        """Its epochs as a number, once auto has been settled."""
+        """Its epochs as a number, once auto has been settled; the last may be a part of one."""
         assert self.epoch != "auto"
-        return self.epoch
+        return ceil(self.epoch)
+
+    @property
+    def has_whole_epochs(self) -> bool:
+        return self.updates is None and (self.epoch == "auto" or self.epoch == int(self.epoch))
+
+    def limit(self, updates_per_epoch: int) -> int | None:
+        """The length in updates where it is not one of whole epochs; None: it is."""
+        if self.updates is not None or self.has_whole_epochs:
+            return self.updates
+        assert self.epoch != "auto"
+        return max(1, round(Fraction(str(self.epoch)) * updates_per_epoch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,8 +483,10 @@ class Averaging:
     """Decay of the exponential average."""
     weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
     """Average only the last N checkpoints; all, or -1: every one."""
+    weight_avg_epochs: Annotated[int, AtLeast(0)] | None = None
+    """Average the checkpoints of the last N epochs and the one before them, instead of --weight-avg-N."""
     weight_avg_also: tuple[str, ...] = ()
-    """Further averages to make and validate: mean:N, mean:all or exponential:DECAY."""
+    """Further averages to make and validate: mean:N, mean:all, epochs:N or exponential:DECAY."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,6 +495,8 @@ class Logging:
 
     logs_per_epoch: Annotated[int, AtLeast(1)] = 1
     """Log points per epoch."""
+    log_interval: Annotated[int, AtLeast(1)] | None = None
+    """Updates between log points, instead of --logs-per-epoch."""
     tensorboard: bool = local(False, again="continue the TensorBoard files")
     """Also write TensorBoard files to the run folder."""
     wandb: bool = local(False, again="continue uploading")
@@ -562,7 +581,7 @@ class Average:
     """Which checkpoints are averaged, and how."""
 
     checkpoint_output_path: Path | None = local(None)
-    """Folder of the averaged checkpoint; default: <model>_<data>_<epoch>_averaged beside the others."""
+    """The averaged checkpoint, or a folder for it; default: <model>_<data>_<epoch>_averaged beside the others."""
     weight_avg_strategy: Literal["mean", "exponential"] = "mean"
     """Equal weights, or exponentially decaying ones."""
     weight_avg_exp_decay: Annotated[float, Between(0, 1)] = 0.99
@@ -842,22 +861,27 @@ class FurtherAverage:
     strategy: Literal["mean", "exponential"]
     decay: float = 0.99
     last: int | None = None  # checkpoints; None: all
+    epochs: int | None = None  # whose checkpoints are averaged; None: of all
 
     @property
     def suffix(self) -> str:
         """Ends the name of its folder, after `averaged`."""
-        return f"exp_{self.decay:.15g}" if self.strategy == "exponential" else f"mean_{self.last or 'all'}"
+        if self.strategy == "exponential":
+            return f"exp_{self.decay:.15g}"
+        return f"mean_{self.last or 'all'}" if self.epochs is None else f"epochs_{self.epochs}"
 
 
-_MEAN = re.compile(r"mean:(all|[1-9]\d{0,8})")
+_MEAN, _EPOCHS = re.compile(r"mean:(all|[1-9]\d{0,8})"), re.compile(r"epochs:(\d{1,9})")
 _EXPONENTIAL = re.compile(r"exponential:(0?\.\d+|[01](?:\.0*)?)")
 
 
 def further_average(text: str) -> FurtherAverage | None:
-    """`mean:5` or `exponential:0.97`, read; None if the text is neither."""
+    """`mean:5`, `epochs:5` or `exponential:0.97`, read; None if the text is none of them."""
     mean, exponential = _MEAN.fullmatch(text), _EXPONENTIAL.fullmatch(text)
     if mean:
         return FurtherAverage(strategy="mean", last=None if mean[1] == "all" else int(mean[1]))
+    if epochs := _EPOCHS.fullmatch(text):
+        return FurtherAverage(strategy="mean", epochs=int(epochs[1]))
     return FurtherAverage(strategy="exponential", decay=float(exponential[1])) if exponential else None
 
 

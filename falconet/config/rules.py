@@ -79,7 +79,7 @@ def uses_cutmix(augmentation: Augmentation) -> bool:
 
 def least_micro_batch(augmentation: Augmentation) -> int:
     """Images of a micro-batch, so that mixing finds partners in it."""
-    return 3 if uses_cutmix(augmentation) else 2 if augmentation.mixup_alpha > 0 else 1
+    return 2 if uses_cutmix(augmentation) or augmentation.mixup_alpha > 0 else 1
 
 
 def validates_whole(options: Any) -> bool:
@@ -335,6 +335,8 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
     kept, last = options.checkpoints.checkpoints_kept, options.averaging.weight_avg_N
     if options.averaging.weight_avg_strategy == "none" or not isinstance(kept, int):
         return None
+    if options.averaging.weight_avg_epochs is not None:
+        return f"--checkpoints-kept: got {kept}, expected all or auto, because --weight-avg-epochs averages older ones"
     if last in ("all", -1):
         return f"--checkpoints-kept: got {kept}, expected all, because --weight-avg-N all averages every checkpoint"
     if last > kept:
@@ -345,7 +347,8 @@ def _averaging_needs_checkpoints_kept(options: Any) -> str | None:
 def _further_averages_are_known(options: Any) -> str | None:
     for text in options.averaging.weight_avg_also:
         if further_average(text) is None:
-            return f"--weight-avg-also: got '{text}', expected mean:N, mean:all or exponential:DECAY, such as mean:5"
+            known = "mean:N, mean:all, epochs:N or exponential:DECAY"
+            return f"--weight-avg-also: got '{text}', expected {known}, such as mean:5"
     if options.averaging.weight_avg_also and options.averaging.weight_avg_strategy == "none":
         return "--weight-avg-also: adds to --weight-avg-strategy, which is none; expected mean or exponential"
     kept = options.checkpoints.checkpoints_kept
@@ -355,12 +358,17 @@ def _further_averages_are_known(options: Any) -> str | None:
 
 
 def _phases_are_whole_epochs(options: Any) -> str | None:
-    if options.training.updates is not None and options.fine_tuning.half_res_training:
-        return "--updates: does not work with --half-res-training, whose phases are whole epochs; expected --epoch"
-    if options.training.updates is not None and options.numerics.initial_loss_scaling is not None:
-        return (
-            "--updates: does not work with --initial-loss-scaling, which doubles after whole epochs; expected --epoch"
-        )
+    training = options.training
+    if training.has_whole_epochs:
+        return None
+    given, expected = f"--epoch {training.epoch}", "a whole number"
+    if training.updates is not None:
+        given, expected = "--updates", "--epoch"
+    if options.fine_tuning.half_res_training:
+        return f"{given}: does not work with --half-res-training, whose phases are whole epochs; expected {expected}"
+    if options.numerics.initial_loss_scaling is not None:
+        why = "which doubles after whole epochs"
+        return f"{given}: does not work with --initial-loss-scaling, {why}; expected {expected}"
     return None
 
 

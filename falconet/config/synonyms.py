@@ -67,7 +67,7 @@ OPTIONS = {
     **dict.fromkeys(("name", "exp-name", "run-name", "tag"), "name-suffix"),
     **dict.fromkeys(("random-seed", "random-state", "manual-seed"), "seed"),
     **dict.fromkeys(("save-period", "save-freq", "checkpoint-every"), "checkpoint-save-freq"),
-    **dict.fromkeys(("log-interval", "print-freq", "log-every"), "logs-per-epoch"),
+    **dict.fromkeys(("print-freq", "log-every", "log-freq"), "log-interval"),
     **dict.fromkeys(("topk", "top-k", "k"), "top"),
     **dict.fromkeys(("sync-bn", "syncbn"), "batchnorm-span"),
     **dict.fromkeys(("grad-checkpointing", "gradient-checkpointing"), "enable-recompute"),

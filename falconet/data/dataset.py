@@ -315,7 +315,9 @@ def open_dataset(
     if data.data in ("generated", "synthetic"):  # which differ only in the loader
         classes = value_or(data.classes, 10 if model.endswith("-cifar") else 1000)
         images = data.iterations * global_batch
-        return prepared(builtin.generate(images=images, image_size=size, classes=classes, seed=seed), data, size=size)
+        validated = value_or(data.validation_images, max(1, images // 10))
+        made = builtin.generate(images=images, validated=validated, image_size=size, classes=classes, seed=seed)
+        return prepared(made, data, size=size)
     splits, check = _opened(data, use_objects, seed=seed), Check()
     if splits.held_out is None and data.data == "folder" and data.val_fraction != Data.val_fraction:
         note = f"--val-fraction {data.val_fraction:g} has no effect: the photos are split already"

@@ -40,10 +40,10 @@ def mixes_or_cuts(augmentation: Augmentation) -> bool:
 def draw(augmentation: Augmentation, *, indices: IntArray, micro_batch: int, side: int, seed: int, epoch: int) -> Mix:
     """The mix of global micro-batch number `micro_batch`, made of the images `indices`, each side x side pixels.
 
-    Mixup needs two images and cutmix three, so that none is its own partner. With both and three images, cutmix pastes
-    what was mixed with the image itself: fewer labels, equally exact.
+    Both need two images, so that none is its own partner. With both and two or three images, cutmix pastes what was
+    mixed with the image itself: fewer labels, equally exact.
     """
-    assert len(indices) >= (3 if cuts(augmentation) else 2 if mixes(augmentation) else 1)
+    assert len(indices) >= (2 if mixes_or_cuts(augmentation) else 1)
     weights = np.ones(len(indices))
     if mixes(augmentation):
         drawn = beta(augmentation.mixup_alpha, indices=indices, seed=seed, epoch=epoch)
@@ -100,9 +100,9 @@ def _exponential(uniform: float) -> float:
 def apply(images: Tensor, labels: Tensor, mix: Mix | None, *, targets: Targets) -> tuple[Tensor, Tensor]:
     """Mixed images (N x 3 x H x W, floating) and soft targets (N rows, float32): mixup first, then cutmix.
 
-    Mixup's partner is the previous image, cutmix's the one before that, so with both an image has up to four labels. An
-    image labelled -1 gets a row of zeros, and what it gives to a partner counts for nothing. Shapes are static and
-    nothing waits for the device, so that this can be captured in a graph.
+    Mixup's partner is the previous image, cutmix's the one before that, so with both an image has up to four labels; of
+    two images, each is the other's partner. An image labelled -1 gets a row of zeros, and what it gives to a partner
+    counts for nothing. Shapes are static and nothing waits for the device, so that this can be captured in a graph.
     """
     return mixed_images(images, mix), mixed_targets(labels, mix, targets=targets, side=images.shape[-1])
 
@@ -120,7 +120,7 @@ def mixed_images(images: Tensor, mix: Mix | None) -> Tensor:
     rows = torch.arange(height, device=images.device)[:, None]
     columns = torch.arange(width, device=images.device)[None, :]
     inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)  # H x W
-    return torch.where(inside, _rolled(images, 2), images)
+    return torch.where(inside, _rolled(images, _away(images)), images)
 
 
 def mixed_targets(labels: Tensor, mix: Mix | None, *, targets: Targets, side: int) -> Tensor:
@@ -134,8 +134,13 @@ def mixed_targets(labels: Tensor, mix: Mix | None, *, targets: Targets, side: in
     rows = torch.lerp(_rolled(rows, 1), rows, mix.mixup[:, None])
     top, bottom, left, right = mix.box.unbind()
     kept = 1 - (bottom - top) * (right - left) / (side * side)
-    rows = torch.lerp(_rolled(rows, 2), rows, kept)
+    rows = torch.lerp(_rolled(rows, _away(rows)), rows, kept)
     return rows * (labels >= 0)[:, None]
+
+
+def _away(batch: Tensor) -> int:
+    """How far back cutmix's partner is."""
+    return 2 if len(batch) > 2 else 1
 
 
 def _rolled(batch: Tensor, by: int) -> Tensor:

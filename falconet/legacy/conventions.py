@@ -5,7 +5,7 @@ import re
 import string
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from statistics import fmean, harmonic_mean, pstdev, quantiles
@@ -14,35 +14,54 @@ import falconet
 from falconet.report import folders
 from falconet.report.folders import RunShape
 from falconet.report.inference import Predictions, TimedBatch
-from falconet.report.styles import FALCONET, Conventions, Facts, Origin, Point, RunLog, Validated
+from falconet.report.styles import FALCONET, Conventions, Facts, Origin, Point, RunLog, Table, Validated
 
 _DATA_MODES = {"folder": "real"}  # in the PyTorch program's words
 _RESIDUAL = {"resnet": "RN", "resnext": "RNX"}
 
 
 class Recent:
-    """Means over the last epoch's worth of updates."""
+    """Means of some numbers over the last epoch's worth of updates."""
 
     def __init__(self) -> None:
-        self._points: deque[tuple[int, float, float]] = deque()  # updates, loss, accuracy
-        self._last = 0
+        self._points: deque[tuple[int, tuple[float, ...]]] = deque()  # updates, and the means over them
 
-    def add(self, point: Point) -> tuple[float, float]:
-        """Mean loss and accuracy, with this point among them."""
-        before = self._last if self._last < point.update else 0
-        self._points.append((max(1, point.update - before), point.loss, point.accuracy))
-        self._last = point.update
-        while sum(updates for updates, *_ in self._points) - self._points[0][0] >= point.updates_per_epoch:
-            self._points.popleft()
-        total = sum(updates for updates, *_ in self._points)
-        loss = sum(updates * loss for updates, loss, _ in self._points) / total
-        return loss, sum(updates * accuracy for updates, _, accuracy in self._points) / total
+    def restore(self, rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> None:
+        """Begin with the points of a training.csv, whose `columns` hold the numbers that `add` takes."""
+        before = 0
+        for row in rows:
+            try:
+                update, values = int(row["iteration"]), tuple(float(row[name]) for name in columns)
+            except (KeyError, TypeError, ValueError):  # edited, or of an older version
+                self._points.clear()
+                continue
+            self._points.append((max(1, update - before), values))
+            before = update
+
+    def add(self, point: Point, *values: float) -> list[float]:
+        """The means, with this point among them."""
+        self._points.append((point.updates, values))
+        total = sum(updates for updates, _ in self._points)
+        while len(self._points) > 1 and total - self._points[0][0] >= point.updates_per_epoch:
+            total -= self._points.popleft()[0]
+        return [sum(updates * each[i] for updates, each in self._points) / total for i in range(len(values))]
 
 
 def _say_average(found: Validated, to: RunLog) -> None:
     """The originals had no moving average of the weights; the line is ours."""
     if found.average is not None:
         to.line(f"Accuracy on test set of the moving average: {found.average:.2f}%")
+
+
+def _write_options(to: RunLog, name: str, facts: Facts) -> None:
+    """The options that the run was first started with, by the original's names, or ours if it was not the original."""
+    if to.has(name) and facts.restored:
+        return
+    ours = {option.replace("-", "_"): value for option, value in facts.options.items()}
+    theirs = dict(facts.typed or {})
+    if theirs and theirs.get("seed") is None:  # the PyTorch original drew one
+        theirs["seed"] = ours["seed"]
+    to.json(name, theirs or ours)
 
 
 class PyTorch:
@@ -59,7 +78,11 @@ class PyTorch:
 
     def begin(self, facts: Facts) -> None:
         self._options = facts.options
-        self.to.json("app.json", {name.replace("-", "_"): value for name, value in facts.options.items()})
+        if facts.restored and (rows := self.to.rows("training.csv")):
+            self._recent.restore(rows, ("loss_batch", "train_accuracy_batch", "smoothing_loss_batch:"))
+            last = rows[-1].get("iteration", "")
+            self._row = (int(last) if last.isdecimal() else -1, dict(rows[-1]))
+        _write_options(self.to, "app.json", facts)
         self._info(f"Total replicas: {facts.replicas}")
         self._info(f"Global batch size: {facts.global_batch}")
         self._info(f"Number of IPUs required: {facts.replicas * facts.stages}")  # its word for devices
@@ -74,10 +97,8 @@ class PyTorch:
         if self._options.get("lr-schedule") == "step" and self._lr not in (None, point.lr):
             self._info(f"Learning rate is changed to {point.lr:g}")
         self._lr = point.lr
-        loss, accuracy = self._recent.add(point)
+        loss, accuracy, smoothing = self._recent.add(point, point.loss, point.accuracy, point.smoothing_loss)
         self._images, self._seconds = self._images + point.rate.images, self._seconds + point.rate.seconds
-        # A smoothed loss is computed in one piece here, so its two parts are unknown.
-        is_smoothed = float(str(self._options.get("label-smoothing", 0))) > 0
         row: dict[str, object] = {
             "loss_avg": loss,
             "loss_batch": point.loss,
@@ -88,10 +109,10 @@ class PyTorch:
             "learning_rate": point.lr,
             "train_img_per_sec": self._images / max(self._seconds, 1e-9),
             "validation_accuracy": 0.0,  # until this update is validated
-            "classification_loss_batch": "" if is_smoothed else point.loss,
-            "classification_loss_avg": "" if is_smoothed else loss,
-            "smoothing_loss_batch:": "" if is_smoothed else 0.0,
-            "smoothing_loss_avg:": "" if is_smoothed else 0.0,
+            "classification_loss_batch": point.loss - point.smoothing_loss,
+            "classification_loss_avg": loss - smoothing,
+            "smoothing_loss_batch:": point.smoothing_loss,
+            "smoothing_loss_avg:": smoothing,
         }
         if not self._options.get("auto-loss-scaling"):
             row["loss_scaling"] = 1.0 if point.scale is None else point.scale
@@ -158,10 +179,12 @@ class TensorFlow:
     tabulates = False
 
     def __init__(self, log: RunLog) -> None:
-        self.to, self._recent, self._step = log, Recent(), 0
+        self.to, self._recent = log, Recent()
 
     def begin(self, facts: Facts) -> None:
-        self.to.json("arguments.json", {name.replace("-", "_"): value for name, value in facts.options.items()})
+        if facts.restored:
+            self._recent.restore(self.to.rows("training.csv"), ("loss_batch", "train_acc_batch"))
+        _write_options(self.to, "arguments.json", facts)
         for text in (
             f" Saving to {facts.folder}",
             f" Batch Size: {facts.global_batch}",
@@ -176,15 +199,14 @@ class TensorFlow:
         """The original printed nothing."""
 
     def log(self, point: Point) -> None:
-        loss, accuracy = self._recent.add(point)
-        self._step += 1
+        loss, accuracy = self._recent.add(point, point.loss, point.accuracy)
         self.to.kept_line(
-            f"step: {self._step:6d}, iteration: {point.update:6d}, epoch: {point.epoch:6.2f}, lr: {point.lr:6.4g},"
+            f"step: {point.number:6d}, iteration: {point.update:6d}, epoch: {point.epoch:6.2f}, lr: {point.lr:6.4g},"
             f" loss: {loss:6.3f}, top-1 accuracy: {accuracy:6.3f}%, img/sec: {point.rate.images_per_second:6.2f},"
             f" time: {point.update_seconds:8.6f}, total_time: {point.seconds:8.1f}"
         )
         row = {
-            "step": self._step,
+            "step": point.number,
             "iteration": point.update,
             "epoch": point.epoch,
             "lr": point.lr,
@@ -218,7 +240,8 @@ class TensorFlow:
             "img_per_sec": found.images_per_second,
             "latency": latency,
         }
-        if not self.to.has_row("validation.csv", "name", found.name):  # each checkpoint once, as in the original
+        # Each checkpoint once, as in the original.
+        if all(known.get("name") != found.name for known in self.to.rows("validation.csv")):
             self.to.row("validation.csv", row, update=found.update)
         _say_average(found, self.to)
 
@@ -249,7 +272,7 @@ class PopArt:
     tabulates = False
 
     def __init__(self, log: RunLog) -> None:
-        self.to, self._step = log, 0
+        self.to = log
 
     def begin(self, facts: Facts) -> None:
         texts = [f"{name.replace('-', '_')}={value}" for name, value in facts.options.items()]
@@ -259,10 +282,9 @@ class PopArt:
         self.to.kept_line(f"Executing epoch  {epoch - 1}")
 
     def log(self, point: Point) -> None:
-        self._step += 1
         computing = max(0.0, point.rate.seconds - point.rate.waiting)
         self.to.kept_line(
-            f"step: {self._step:6d}, epoch: {point.epoch:6.2f}, lr: {point.lr:6.2g}, loss: {point.loss:6.3f},"
+            f"step: {point.number:6d}, epoch: {point.epoch:6.2f}, lr: {point.lr:6.2g}, loss: {point.loss:6.3f},"
             f" accuracy: {point.accuracy:6.3f}%, img/sec: {point.rate.images_per_second:6.2f}"
             f" step_time: {point.rate.seconds:6.2f} sec ipu_execution_time: {computing:6.2f}"
         )
@@ -409,6 +431,11 @@ CONVENTIONS = {
         run_folder=pytorch_folder,
         predictions=pytorch_predictions,
         batch=pytorch_batch,
+        tables=(
+            Table(name="training.csv", update="iteration"),
+            Table(name="validation.csv", update="validation_iteration", is_of_validations=True),
+        ),
+        options_file="app.json",
         logs_where_it_saves=True,
         program=_program("pytorch"),
     ),
@@ -416,6 +443,11 @@ CONVENTIONS = {
         style=TensorFlow,
         run_folder=tensorflow_folder,
         predictions=tensorflow_predictions,
+        tables=(
+            Table(name="training.csv", update="iteration"),
+            Table(name="validation.csv", update="iteration", is_of_validations=True),
+        ),
+        options_file="arguments.json",
         program=_program("tensorflow"),
     ),
     "popart": Conventions(

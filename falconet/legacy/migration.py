@@ -146,6 +146,9 @@ What differs whatever the options:
   out before the classifier, where the weights that follow take its place.
 - `upload_run.py` counts steps in updates and logs every row of training.csv; the original's steps were epochs, of
   which it kept those with a validation. The epoch is among the values.
+- `--generated-data` of the TensorFlow program validates as many images as its dataset has, 50,000 or 10,000; with
+  `--iterations` alone, a tenth of the images that are trained on.
+- `restore.py` with a checkpoint that is not the newest of its run continues in a new run folder.
 - Batch norm's running statistics move with every micro-batch, as in the PyTorch and PopART programs; for lines of the
   TensorFlow program once per update, by the mean over its micro-batches (`--batchnorm-per-update`), as in the
   original.

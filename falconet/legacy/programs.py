@@ -1,12 +1,15 @@
 """The originals' programs: each translates its command line and runs `falconet` with the conventions of its users.
 
 `python -m falconet.legacy.programs pytorch train ...` runs a canonical line in the same way; the other names are
-`tensorflow` and `popart`. The workers of a translated run are started so.
+`tensorflow` and `popart`. The workers of a translated run are started so, with the options that were typed as JSON
+before the command.
 """
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +25,7 @@ with exits.at_once():  # the first 0.3 s of every program
     from falconet.legacy.translate import program_named, translate
     from falconet.parallel.environment import REPLICAS, find_place
     from falconet.report.folders import RUNS
+    from falconet.report.styles import Conventions
 
 SHOW = "--show-translation"
 
@@ -53,7 +57,7 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
             print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
     for variable, value in translation.environment.items():
         os.environ[variable] = os.environ.get(variable) or value
-    return cli.main([*translation.argv(), *ours], CONVENTIONS[program_named(program).conventions])
+    return cli.main([*translation.argv(), *ours], _conventions(program_named(program).conventions, translation.stored))
 
 
 def run(program: str, script: str, argv: Sequence[str] | None = None) -> NoReturn:
@@ -85,11 +89,20 @@ def gc_profile(argv: Sequence[str] | None = None) -> int:
 def canonical(argv: Sequence[str] | None = None) -> int:
     """A canonical command line, printed in the conventions that its first word names; returns the exit code."""
     name, *line = list(sys.argv[1:] if argv is None else argv) or [""]
+    stored = json.loads(line.pop(0)) if line and line[0].startswith("{") else None
     if name not in CONVENTIONS:
         expected = f"expected {', '.join(CONVENTIONS)}{did_you_mean(name, CONVENTIONS)}"
         print(f"falconet.legacy.programs: got '{name}', {expected}", file=sys.stderr)  # noqa: T201
         return MISTAKE
-    return cli.main(line, CONVENTIONS[name])
+    return cli.main(line, _conventions(name, stored))
+
+
+def _conventions(name: str, stored: Mapping[str, object] | None) -> Conventions:
+    """Those of an original, for a user who typed these options of it; workers get them on their line."""
+    known = CONVENTIONS[name]
+    if stored is None or known.options_file is None:
+        return known
+    return replace(known, typed=stored, program=(*known.program, json.dumps(stored)))
 
 
 def _print(text: str) -> None:

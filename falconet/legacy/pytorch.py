@@ -23,7 +23,17 @@ _FIRST = ("resnet50", "SYNC", "1")
 def own(old: Values) -> Iterable[Effect]:
     """What the trainer always did, without an option."""
     yield from first_weights(old)
+    require_partners(old)
     yield To("checkpoints-kept", ("all",))  # the original removed none
+
+
+def require_partners(old: Values) -> None:
+    """Its cutmix needed three images, four with mixup: an image's partner is the second before it."""
+    low, high, mixes = (old.number(f"--{name}") for name in ("cutmix-lambda-low", "cutmix-lambda-high", "mixup-alpha"))
+    size, least = old.whole("--micro-batch-size"), 4 if mixes else 3
+    if (low, high) not in ((0, 0), (1, 1)) and size < least:
+        asked_by = f"--cutmix-lambda-low and -high{' with --mixup-alpha' if mixes else ''}"
+        raise ConfigError(f"--micro-batch-size: got {size}, expected at least {least} for {asked_by}")
 
 
 def samples(old: Values) -> str:

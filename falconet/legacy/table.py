@@ -1,7 +1,7 @@
 """Rows of the originals' tables: an old option, the values it takes, and what it becomes."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -138,6 +138,8 @@ class Program:
     about: str
     whole: bool = True  # sets its defaults too; else what was typed only, over a checkpoint's options
     conventions: str = "falconet"  # whose lines, files and names its users see
+    settled: Callable[[Values], Mapping[str, object]] = lambda _: {}  # defaults that it computes, by option
+    lacks: Callable[[Values], Collection[str]] = lambda _: ()  # options that it has with another model only
     rule: Rule | None = None  # what it always sets
     word: Old | None = None  # the words that belong to no option, such as a path; None: there are none
 
@@ -156,6 +158,28 @@ class Program:
 
 
 IPU = "tuned the IPU only; no effect here"
+STORED = {"--no-validation": "validation", "--gc-profile": "profile"}  # where argparse stored them under another name
+
+
+def stored(own: Program, values: Values) -> dict[str, object]:
+    """Every option as argparse had it, by name: typed or default, numbers as numbers; None where it had neither."""
+    found: dict[str, object] = {STORED.get(name, name): value for name, value in own.settled(values).items()}
+    left_out = {"--help", "-h", *own.lacks(values)}
+    for option in (each for each in own.options if each.name not in left_out):
+        name = STORED.get(option.name, option.name)
+        if option.kind == "flag":
+            found[name] = values.flag(option.name) is not (name == "validation")
+        elif option.count == "some":
+            found[name] = [_plain(option, text) for text in values.texts(option.name)]
+        elif values.has(option.name):
+            found[name] = _plain(option, values.text(option.name))
+        else:
+            found.setdefault(name, None)
+    return {name.lstrip("-").replace("-", "_"): value for name, value in found.items()}
+
+
+def _plain(option: "Old", text: str) -> object:
+    return {"whole": int, "number": float}.get(option.kind, str)(text)
 
 
 def same(name: str, kind: Kind, default: str | None = None, *, new: str = "", effect: str = "", **more: Any) -> Old:

@@ -30,6 +30,9 @@ def training(old: Values) -> Iterable[Effect]:
     """What a training always sets, and notes on unused options."""
     refuse_other_families(old)
     yield from own(old)
+    # As many as the original; a short run on random images, by --iterations alone, validates a tenth of its own.
+    if old.flag("--generated-data") and not _by_updates_alone(old):
+        yield To("validation-images", (str(VALIDATION_IMAGES[tensorflow_facts.dataset(old)]),))
     yield from without_effect(old)
 
 
@@ -39,12 +42,16 @@ def predicting(old: Values) -> Iterable[Effect]:
     yield from own(old)
 
 
+def of_other_families(old: Values) -> dict[str, str]:
+    """The options of the models that were not chosen, which the original did not know, and whose they are."""
+    chosen = tensorflow_facts.family(old)
+    return {name: family for family, names in OF_FAMILY.items() if family != chosen for name in names}
+
+
 def refuse_other_families(old: Values) -> None:
-    """The original knew the options of the chosen model only."""
-    for family, names in OF_FAMILY.items():
-        for name in names:
-            if old.given(name) and tensorflow_facts.family(old) != family:
-                raise ConfigError(f"{name}: is for --model {family}, not {tensorflow_facts.family(old)}")
+    for name, family in of_other_families(old).items():
+        if old.given(name):
+            raise ConfigError(f"{name}: is for --model {family}, not {tensorflow_facts.family(old)}")
 
 
 def without_effect(old: Values) -> Iterable[Effect]:
@@ -313,6 +320,8 @@ PROGRAMS = (
         command=train_command,
         about="trains from scratch, or continues with --restore-path",
         conventions="tensorflow",
+        settled=tensorflow_facts.settled,
+        lacks=of_other_families,
         rule=training,
     ),
     Program(

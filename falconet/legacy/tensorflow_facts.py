@@ -2,7 +2,6 @@
 
 import json
 import re
-from math import ceil, isclose
 from typing import Any
 
 from falconet.errors import ConfigError
@@ -134,21 +133,13 @@ def epochs(old: Values) -> float:
 
 
 def length(old: Values) -> float:
-    """Epochs until training ends: --iterations takes precedence over --epochs."""
+    """Epochs until training ends; --iterations, which takes precedence, are divided by those of the whole dataset."""
     return old.whole("--iterations") / updates_per_epoch(old) if old.has("--iterations") else epochs(old)
 
 
-def whole_epochs(old: Values) -> int:
-    return max(1, ceil(round(length(old), 9)))
-
-
 def updates(old: Values) -> int | None:
-    """The length of training in updates, where it is not a whole number of epochs."""
-    if old.has("--iterations"):
-        return None if _is_one_epoch(old) else old.whole("--iterations")
-    if isclose(length(old), whole_epochs(old)):
-        return None
-    return max(1, round(length(old) * updates_per_epoch(old)))
+    """The length of training in updates, where it is not one in epochs."""
+    return None if _is_one_epoch(old) or not old.has("--iterations") else old.whole("--iterations")
 
 
 def updates_per_epoch(old: Values) -> int:
@@ -250,6 +241,20 @@ def groups(old: Values) -> int:
     if old.has("--groups"):
         return old.whole("--groups")
     return 4 if family(old) == "efficientnet" else 32 if is_imagenet(old) else 16
+
+
+def settled(old: Values) -> dict[str, object]:
+    """The defaults that depend on data and model, as the program's arguments.json has them."""
+    return {
+        "--dataset": dataset(old),
+        "--data-dir": data_dir(old),
+        "--model-size": size(old),
+        "--batch-size": micro_batch(old),
+        "--epochs": None if old.has("--iterations") else epochs(old),
+        "--base-learning-rate": None if old.has("--abs-learning-rate") else base_exponent(old),
+        "--weight-decay": weight_decay(old),
+        "--groups": groups(old),
+    }
 
 
 def network(old: Values) -> Network:

@@ -105,12 +105,14 @@ def compile_only(old: Values) -> Iterable[Effect]:
 
 
 def memory_shares(old: Values) -> Iterable[Effect]:
-    """One, or two per stage, for convolutions and matrix products; the largest where the stages have changed."""
-    shares = old.numbers("--available-memory-proportion")[::2]
-    if shares and len(shares) not in (1, old.whole("--shards")):
-        shares = [max(shares)]
+    """One, or two per stage, for convolutions and matrix products; another number is refused, as in the original."""
+    shares, shards = old.numbers("--available-memory-proportion"), old.whole("--shards")
+    several = 2 * shards if old.flag("--pipeline") else 1
+    if shares and len(shares) not in (1, several):
+        each = f"one, or {several}: two for each of the {shards} --shards" if several > 1 else "one without --pipeline"
+        raise ConfigError(f"--available-memory-proportion: got {len(shares)} values, expected {each}")
     if shares:
-        yield To("available-memory-proportion", tuple(short(share) for share in shares))
+        yield To("available-memory-proportion", tuple(short(share) for share in shares[::2]))
 
 
 def half_partials(old: Values) -> Iterable[Effect]:

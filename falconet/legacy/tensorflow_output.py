@@ -1,6 +1,7 @@
 """The TensorFlow program's options of what a run leaves: checkpoints, averages, logs."""
 
 from collections.abc import Iterable
+from math import ceil
 
 from falconet.errors import ConfigError
 from falconet.legacy import tensorflow_facts
@@ -25,7 +26,8 @@ def checkpoints(old: Values) -> Iterable[Effect]:
     elif old.whole("--ckpts-per-epoch"):
         yield To("checkpoint-save-freq", (short(1 / old.whole("--ckpts-per-epoch")),))
     else:
-        yield To("checkpoint-save-freq", (str(tensorflow_facts.whole_epochs(old)),))
+        never = tensorflow_facts.updates(old) or ceil(tensorflow_facts.length(old))  # epochs have at least an update
+        yield To("checkpoint-save-freq", (str(never),))
         yield Note("--ckpts-per-epoch 0: the end of training is still saved")
     yield To("checkpoints-kept", ("all",))
 
@@ -37,25 +39,21 @@ def validation(old: Values) -> Iterable[Effect]:
 
 def averaging(old: Values) -> Iterable[Effect]:
     """The first average, exponential ones before means, and all others by --weight-avg-also."""
-    apart = old.whole("--epochs-per-ckpt") or 1 / max(1, old.whole("--ckpts-per-epoch"))  # epochs
-    decays = old.texts("--weight-avg-exp")
-    # The original counts epochs, and includes the checkpoint at the start of the first one.
-    counts = [str(int(int(epochs) / apart) + 1) for epochs in old.texts("--weight-avg-N")]
+    decays, epochs = old.texts("--weight-avg-exp"), old.texts("--weight-avg-N")
     if decays:
         yield To("weight-avg-strategy", ("exponential",))
         yield To("weight-avg-exp-decay", (decays[0],))
-    elif counts:
+    elif epochs:
         yield To("weight-avg-strategy", ("mean",))
-        yield To("weight-avg-N", (counts[0],))
-    rest = [f"exponential:{decay}" for decay in decays[1:]] + [f"mean:{count}" for count in counts]
-    if rest[0 if decays else 1 :]:
-        yield To("weight-avg-also", tuple(rest[0 if decays else 1 :]))
+        yield To("weight-avg-epochs", (epochs[0],))
+    rest = [f"exponential:{decay}" for decay in decays[1:]] + [f"epochs:{last}" for last in epochs[not decays :]]
+    if rest:
+        yield To("weight-avg-also", tuple(rest))
 
 
 def logs(old: Values) -> Iterable[Effect]:
     if old.has("--iterations") and not old.has("--epochs"):
-        count = max(1, tensorflow_facts.updates_per_epoch(old) // old.whole("--log-freq"))
-        yield To("logs-per-epoch", (str(count),))
+        yield To("log-interval", (old.text("--log-freq"),))
     else:
         yield To("logs-per-epoch", (old.text("--logs-per-epoch"),))
 
@@ -118,8 +116,8 @@ OUTPUT: tuple[Old, ...] = (
         "--weight-avg-N",
         "whole",
         None,
-        "weight-avg-strategy weight-avg-N weight-avg-also",
-        "epochs become checkpoints",
+        "weight-avg-strategy weight-avg-epochs weight-avg-also",
+        "the same: the checkpoints of the last N epochs",
         count="some",
         least=0,
     ),
@@ -135,8 +133,10 @@ OUTPUT: tuple[Old, ...] = (
     ),
     part_of("--logs-path", "text", None, "run-dir", "the run folder itself"),
     part_of("--name-suffix", "text", None, "name-suffix", "the same: the end of the run folder's name"),
-    becomes("--logs-per-epoch", "whole", "16", "logs-per-epoch", logs, "the same; --log-freq with --iterations"),
-    part_of("--log-freq", "whole", "500", "logs-per-epoch", "updates between log points, with --iterations", least=1),
+    becomes(
+        "--logs-per-epoch", "whole", "16", "logs-per-epoch log-interval", logs, "the same; --log-freq with --iterations"
+    ),
+    part_of("--log-freq", "whole", "500", "log-interval", "updates between log points, with --iterations", least=1),
     part_of(
         "--no-logs",
         "flag",

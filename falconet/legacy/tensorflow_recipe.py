@@ -14,14 +14,11 @@ def batch_size(old: Values) -> Iterable[Effect]:
 
 
 def epochs(old: Values) -> Iterable[Effect]:
-    """Whole epochs stay epochs, a fraction becomes updates; a restored run drops a length in updates."""
-    updates = tensorflow_facts.updates(old)
-    if updates is None:
-        yield To("epoch", (str(tensorflow_facts.whole_epochs(old)),))
+    """A restored run drops a length in updates."""
+    if tensorflow_facts.updates(old) is None:
+        yield To("epoch", (short(tensorflow_facts.length(old)),))
         if old.has("--restore-path"):
             yield To("updates", ("None",))
-    elif not old.has("--iterations"):
-        yield To("updates", (str(updates),))
 
 
 def iterations(old: Values) -> Iterable[Effect]:
@@ -34,7 +31,7 @@ def iterations(old: Values) -> Iterable[Effect]:
 
 def learning_rate(old: Values) -> Iterable[Effect]:
     """2**x times the total batch. A warm-up longer than training is cut off at its end, at the rate reached."""
-    rate, warm, whole = tensorflow_facts.peak(old), tensorflow_facts.warmup(old), tensorflow_facts.whole_epochs(old)
+    rate, warm, whole = tensorflow_facts.peak(old), tensorflow_facts.warmup(old), tensorflow_facts.length(old)
     if warm > whole and tensorflow_facts.updates(old) is None:
         reached = short(rate * whole / warm)
         yield Note(f"warm-up of {warm:g} epochs is longer than the training: it ends at {reached}, as in the original")
@@ -198,7 +195,7 @@ LENGTH: tuple[Old, ...] = (
         None,
         "epoch updates",
         epochs,
-        "the same; a fraction becomes updates",
+        "the same",
         aliases=("--epoch",),
     ),
     becomes(

@@ -16,7 +16,7 @@ from falconet.config.load import parse
 from falconet.config.settings import LINE, Setting, Unrepeated, read_yaml, spelled
 from falconet.errors import ConfigError, did_you_mean
 from falconet.legacy import popart, pytorch, tensorflow
-from falconet.legacy.table import Effect, Note, Old, Place, Program, To, Values, Variable, check_value, truth
+from falconet.legacy.table import Effect, Note, Old, Place, Program, To, Values, Variable, check_value, stored, truth
 
 PROGRAMS = {
     program.name: program for program in (*pytorch.PROGRAMS, *tensorflow.PROGRAMS, *popart.PROGRAMS, *pytorch.RUNNERS)
@@ -38,6 +38,9 @@ class Translation:
     settings: tuple[Setting, ...]
     notes: tuple[str, ...]
     environment: Mapping[str, str]
+    stored: Mapping[str, object] | None = (
+        None  # the old options, as the program's own file had them; None: not all known
+    )
 
     def argv(self) -> list[str]:
         """The canonical command line, without the program's name."""
@@ -132,6 +135,7 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
         settings=tuple(settings.values()),
         notes=(*dict.fromkeys(notes), *_unused_in_config(own, asked)),
         environment=environment,
+        stored=stored(own, values) if _is_whole(own, command) else None,
     )
 
 
@@ -257,7 +261,11 @@ def from_mapping(program: Program, mapping: object, *, source: str, others: Sequ
     names = _names(program)
     given: Given = {}
     for key, value in mapping.items():
+        if value is None:  # neither typed nor a default
+            continue
         spelled = "--" + str(key).replace("_", "-")
+        if key == "profile" and spelled not in names:  # the TensorFlow program stored --gc-profile so
+            spelled = "--gc-profile"
         negated = f"--no-{spelled[2:]}"
         if spelled not in names and negated in names:  # argparse stores --no-validation as `validation`
             spelled, value = negated, {"true": "false", "false": "true"}.get(str(value).lower(), value)

@@ -51,7 +51,7 @@ class WeightSink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object per line. A restored run appends; the last line of an update is the valid one."""
+    """metrics.jsonl: one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self._lines = writing.GrowingFile(path)
@@ -65,10 +65,7 @@ class JsonLines:
 
 
 class UpdateTimes:
-    """updates.jsonl: at each log point, the milliseconds of the updates since the previous one, up to `update`.
-
-    A restored run appends; an update that it repeats is in two lines, of which the last is the valid one.
-    """
+    """updates.jsonl: at each log point, the milliseconds of the updates since the previous one, up to `update`."""
 
     def __init__(self, path: Path) -> None:
         self._lines = writing.GrowingFile(path)
@@ -84,12 +81,14 @@ class UpdateTimes:
 class TensorBoard:
     """TensorBoard event files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, after: int | None = None) -> None:
+        """`after`: the update that a run continues from; what an earlier start wrote beyond it is hidden."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError("needs the package tensorboard: pip install 'falconet[tensorboard]'") from error
-        self._writer: Any = SummaryWriter(str(writing.subfolder(folder.parent, folder.name)))
+        home = writing.subfolder(folder.parent, folder.name)
+        self._writer: Any = SummaryWriter(str(home), purge_step=None if after is None else after + 1)
 
     def write(self, update: int, metrics: Metrics) -> None:
         for name, value in metrics.items():

@@ -29,7 +29,7 @@ HEARTBEAT = 30.0  # seconds
 class Facts:
     """What is known before the first update."""
 
-    options: Mapping[str, object]
+    options: Mapping[str, object]  # every one, by name
     folder: Path
     model: str  # its layers, in text
     parameters: int
@@ -42,6 +42,7 @@ class Facts:
     validates: bool = True
     averages: bool = False  # the moving average of the weights is validated too
     restored: Path | None = None  # the checkpoint that the run continues from
+    typed: Mapping[str, object] | None = None  # the options of the original that was started; None: of none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +50,19 @@ class Point:
     """A log point, or the end of an epoch: the numbers since the previous one."""
 
     update: int
+    updates: int  # since the previous one
+    number: int  # of the log point, from 1
     epoch: float  # passes over the images so far
     updates_per_epoch: int
     epochs: int
     global_batch: int
     loss: float
+    smoothing_loss: float  # the part of it that label smoothing adds
     accuracy: float  # percent
     lr: float
     scale: float | None  # the loss scale
     rate: Rate
-    seconds: float  # of training in this process
+    seconds: float  # of training so far
     ends_epoch: bool = False
     validates: bool = False  # a validation follows
 
@@ -154,13 +158,16 @@ class RunLog:
         path = self._folder / name
         return (path.stat().st_size if path.exists() else 0) + len(self._left.get(name, b""))
 
-    def has_row(self, name: str, column: str, value: str) -> bool:
-        """Whether a CSV file has a row with this value."""
+    def rows(self, name: str) -> list[dict[str, str]]:
+        """The rows of a CSV file, of earlier starts of the run too; `row_again` then replaces the last of them."""
         path = self._folder / name if self._folder else None
         if path is None or not path.exists():
-            return False
-        with path.open(newline="", encoding="utf-8") as file:
-            return any(row.get(column) == value for row in csv.DictReader(file))
+            return []
+        lines = path.read_bytes().splitlines(keepends=True)
+        if len(lines) > 1:
+            self._ends[name] = sum(map(len, lines[:-1]))
+        header, *rows = list(csv.reader(line.decode(errors="replace") for line in lines)) or [[]]
+        return [dict(zip(header, row, strict=True)) for row in rows if len(row) == len(header)]
 
     def scalars(self, update: int, values: Mapping[str, object]) -> None:
         """Send the numbers among the values to the sinks."""
@@ -168,12 +175,24 @@ class RunLog:
         for sink in self._sinks:
             sink.write(update, numbers)
 
+    def has(self, name: str) -> bool:
+        return self._folder is not None and (self._folder / name).exists()
+
     def json(self, name: str, content: Mapping[str, object]) -> None:
         self.text(name, json.dumps(content, indent=4, sort_keys=True, default=str))
 
     def text(self, name: str, content: str) -> None:
         if self._folder:
             writing.replace(self._folder, name, content + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A CSV file of a style."""
+
+    name: str
+    update: str  # the column that has the number of updates
+    is_of_validations: bool = False
 
 
 class Style(Protocol):
@@ -288,6 +307,9 @@ class Conventions:
     run_folder: Callable[[RunShape], Path]  # of a new run; does not exist yet
     predictions: Callable[[Predictions], Sequence[str]]  # lines before our own figures
     batch: Callable[[TimedBatch], str] | None = None  # the line of each batch that predicts; None: none
+    tables: Sequence[Table] = ()  # what its style writes
+    options_file: str | None = None  # where its style writes the options, once
+    typed: Mapping[str, object] | None = None  # the options of the program as its user typed them; None: ours
     logs_where_it_saves: bool = False  # --checkpoint-output-path is the run folder too
     heartbeat: float | None = None  # seconds without a line after which a pipe gets one; None: one at the start
     program: tuple[str, ...] = ("-m", "falconet")  # Python's arguments that start a worker, before its command

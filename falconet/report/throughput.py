@@ -54,7 +54,7 @@ class Stopwatch:
 
     clock: Callable[[], float] = time.perf_counter
     moments: Moments | None = None  # None for `clock`
-    _seconds: float = 0.0
+    seconds: float = 0.0  # of training, those of earlier starts of the run included
     _waiting: float = 0.0
     _since: float = field(init=False)
 
@@ -91,7 +91,7 @@ class Stopwatch:
     @contextmanager
     def standing(self) -> Iterator[None]:
         """Pause; time in this context is not training time."""
-        self._seconds += self.clock() - self._since
+        self.seconds += self.clock() - self._since
         try:
             yield
         finally:
@@ -101,8 +101,8 @@ class Stopwatch:
     def lap(self) -> tuple[float, float]:
         """Seconds of training and of waiting so far."""
         now = self.clock()
-        self._seconds, self._since = self._seconds + now - self._since, now
-        return self._seconds, self._waiting
+        self.seconds, self._since = self.seconds + now - self._since, now
+        return self.seconds, self._waiting
 
 
 class Laps:

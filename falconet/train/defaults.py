@@ -139,7 +139,7 @@ def _with_length(
             options.data.micro_batch * options.training.gradient_accumulation * value_or(options.parallel.replicas, 1)
         )
         per_epoch = max(1, len(images.train) // batch)
-        updates = options.training.updates or options.training.epochs * per_epoch
+        updates = options.training.limit(per_epoch) or options.training.epochs * per_epoch
         warmup = warmup_for(options.learning_rate.warmup_epoch, updates=updates, per_epoch=per_epoch)
         options = replace(options, learning_rate=replace(options.learning_rate, warmup_epoch=warmup))
     is_fixed = rules.is_stored(options)  # others depend on the batch

@@ -11,6 +11,7 @@ from torch import nn
 
 from falconet.checkpoint.state import Totals, TrainState
 from falconet.config import commands, rules
+from falconet.config.fields import options_of, value_of
 from falconet.parallel.world import World
 from falconet.report.console import Screen, counted
 from falconet.report.epochs import ACCURACY, Metric
@@ -52,7 +53,7 @@ class Log:
         self._epoch_laps = Laps(stopwatch, already=progress.epoch.images)
         self._run_laps = Laps(stopwatch)
         self._images = 0  # trained on by this process
-        self._begun = stopwatch.clock()
+        self._begun, self._before = stopwatch.clock(), progress.seconds
 
     def begin_epoch(self, epoch: int) -> None:
         """`epoch`: whole epochs before it."""
@@ -61,6 +62,7 @@ class Log:
     def log(self, meter: Meter) -> None:
         """A log point: the only place where training waits for the device."""
         totals = meter.end_interval()
+        self.state.progress.points += 1
         rate = self._log_laps.end(totals.images)
         update = self.state.progress.update
         self.output.measurements.write(
@@ -96,12 +98,14 @@ class Log:
         totals = meter.end_epoch()
         rate = self._epoch_laps.end(totals.images)
         self._images += rate.images
+        means = {"train/loss": totals.mean_loss, f"train/{self.metric.training}": totals.accuracy}
+        self.output.measurements.note(self.state.progress.update, means)  # not those of the last interval alone
         self.output.style.end_epoch(self._point(totals, rate))
 
     def end(self) -> None:
         """After the last update."""
         stopwatch = self.output.stopwatch
-        self.output.style.end(trained=stopwatch.lap()[0], whole=self.seconds)
+        self.output.style.end(trained=stopwatch.lap()[0] - self._before, whole=self.seconds)
 
     @property
     def seconds(self) -> float:
@@ -121,11 +125,14 @@ class Log:
         update = self.state.progress.update
         return Point(
             update=update,
+            updates=totals.updates,
+            number=self.state.progress.points,
             epoch=self.plan.epoch_at(update),
             updates_per_epoch=self.plan.updates_per_epoch,
             epochs=self.plan.last_epoch,
             global_batch=self.plan.global_batch,
             loss=totals.mean_loss,
+            smoothing_loss=totals.mean_smoothing,
             accuracy=totals.accuracy,
             lr=self.plan.lr(update - 1),
             scale=self.output.measurements.latest.get("train/loss_scale"),
@@ -165,11 +172,13 @@ def weight_drawing(
 
 def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> Style:
     """The style of a phase, with its first lines printed; only the first process writes files."""
-    options, is_first = built.options, built.site.world.is_first
-    style = built.launch.conventions.style(RunLog(built.site.screen.line, folder if is_first else None, sinks=sinks))
+    options, is_first, conventions = built.options, built.site.world.is_first, built.launch.conventions
+    style = conventions.style(RunLog(built.site.screen.line, folder if is_first else None, sinks=sinks))
+    asked = built.launch.loaded.options
     style.begin(
         Facts(
-            options={name: entry["value"] for name, entry in built.launch.loaded.table().items()},
+            options={name: value_of(asked, option) for name, option in options_of(type(asked)).items()},
+            typed=conventions.typed,
             folder=folder,
             model=str(built.model),
             parameters=built.placement.parameters,

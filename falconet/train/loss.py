@@ -24,11 +24,25 @@ class Loss:
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits, targets: N x classes; a row of zeros gives a loss of 0. Result: N."""
-        return -(self.smoothed(targets) * F.log_softmax(logits, dim=1)).sum(1)
+        return self.parts(logits, targets)[0]
+
+    def parts(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses, and how much of their sum is there because of smoothing, without a gradient: a scalar."""
+        logs = F.log_softmax(logits, dim=1)
+        losses = -(self.smoothed(targets) * logs).sum(1)
+        if not self.smoothing:
+            return losses, losses.new_zeros(())
+        return losses, -(self.weighted(self._uniform(targets)) * logs.detach()).sum()
 
     def smoothed(self, targets: Tensor) -> Tensor:
         """What the logarithms are weighted by; N x classes."""
-        return targets * (1.0 - self.smoothing) + targets.sum(1, keepdim=True) * (self.smoothing / self.classes)
+        return self.weighted(targets * (1.0 - self.smoothing) + self._uniform(targets))
+
+    def weighted(self, targets: Tensor) -> Tensor:
+        return targets
+
+    def _uniform(self, targets: Tensor) -> Tensor:  # N x 1
+        return targets.sum(1, keepdim=True) * (self.smoothing / self.classes)
 
     def correct(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Images with the right top class."""
@@ -41,8 +55,8 @@ class WeightedLoss(Loss):
 
     weights: Tensor  # classes, on the device
 
-    def smoothed(self, targets: Tensor) -> Tensor:
-        return super().smoothed(targets) * self.weights
+    def weighted(self, targets: Tensor) -> Tensor:
+        return targets * self.weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +74,13 @@ class MultiLabelLoss(Loss):
         present = present_classes(self.sets, labels).float()
         return torch.cat((present, 1 - present), 1) * (labels >= 0)[:, None]
 
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits: N x classes; targets: N x 2 classes. Result: N."""
+    def parts(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """logits: N x classes; targets: N x 2 classes. Smoothing moves targets here, and is no part of its own."""
         present, absent = self.smoothed(targets).chunk(2, dim=1)
         if self.weights is not None:
             present = present * self.weights
-        return -(present * F.logsigmoid(logits) + absent * F.logsigmoid(-logits)).mean(1)
+        losses = -(present * F.logsigmoid(logits) + absent * F.logsigmoid(-logits)).mean(1)
+        return losses, losses.new_zeros(())
 
     def smoothed(self, targets: Tensor) -> Tensor:
         """1 becomes 1 - s / 2, and 0 becomes s / 2."""

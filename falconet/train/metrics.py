@@ -45,16 +45,18 @@ class Meter:
         if not self._unread:
             return
         first = self.progress.update - len(self._unread) + 1
-        losses = torch.stack([update.loss for update in self._unread]).double() / self._replicas
+        losses = torch.stack([torch.stack((update.loss, update.smoothing)) for update in self._unread])
+        losses = losses.double() / self._replicas
         counts = torch.stack([torch.stack((update.correct, update.images)) for update in self._unread])
         means, sums = self._world.sum(losses).tolist(), self._world.sum(counts).tolist()
         skips = torch.stack([update.skipped for update in self._unread]).tolist()  # the same in every process
         self._unread.clear()
-        for number, (loss, (correct, images), skipped) in enumerate(zip(means, sums, skips, strict=True), start=first):
+        read = zip(means, sums, skips, strict=True)
+        for number, ((loss, smoothing), (correct, images), skipped) in enumerate(read, start=first):
             if not math.isfinite(loss):
                 raise NotFiniteError(number, loss)
             for totals in (self.progress.interval, self.progress.epoch):
-                totals.add(loss, correct, images, skipped)
+                totals.add(loss, correct, images, skipped, smoothing)
 
     def end_interval(self) -> Totals:
         """The totals since the last call."""
@@ -90,10 +92,14 @@ class Measurements:
 
     def write(self, update: int, metrics: Mapping[str, float]) -> None:
         self.latest.update(metrics)
+        self.note(update, metrics)
+        self._sink.write(update, metrics)
+
+    def note(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Metrics for the checkpoint of `update` alone."""
         if self._update != update:
             self._update, self._current = update, {}
         self._current.update({name.replace("/", "_"): value for name, value in metrics.items()})
-        self._sink.write(update, metrics)
 
     def score(self, update: int, accuracy: float, loss: float) -> bool:
         """Note what checkpoints are compared by, accuracy in percent and then loss; whether it is the best so far."""

@@ -93,8 +93,8 @@ class PipelinedStep:
         )
         self._passes = _Passes([p for p in model.parameters() if p.requires_grad], moving.move.passed)
         nothing = torch.zeros((), device=place.world.device)
-        self._nothing = (nothing, nothing.long(), nothing.long())  # of an update, on stages without a loss
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._nothing = (nothing, nothing, nothing.long(), nothing.long())  # of an update, on stages without a loss
+        self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         self._moving.begin(update)
@@ -108,16 +108,17 @@ class PipelinedStep:
         list(announced)  # all backward passes are done, the last one too
         skipped = self._moving.end(update, lr)
         parts = self._parts or [self._nothing]
-        loss, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
-        return Update(loss, correct, counted, skipped)
+        loss, smoothing, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
+        return Update(loss, smoothing, correct, counted, skipped)
 
     def _root(self, logits: Tensor, row: Tensor) -> Tensor:
         """The root of one micro-batch's backward pass, on the last stage; computed as LocalStep does."""
         labels, mix = self._feeding.read(row[0])
         side = self._feeding.image_size
         targets = mixing.mixed_targets(labels, mix, targets=self._loss.targets, side=side)
-        loss = self._loss(logits, targets).sum() / self._images
-        self._parts.append((loss.detach(), self._loss.correct(logits, labels), (labels >= 0).sum()))
+        losses, smoothing = self._loss.parts(logits, targets)
+        loss, correct = losses.sum() / self._images, self._loss.correct(logits, labels)
+        self._parts.append((loss.detach(), smoothing / self._images, correct, (labels >= 0).sum()))
         return self._moving.move.root(loss)
 
 

@@ -105,6 +105,7 @@ class Plan:
     replicas: int
     schedule: Schedule
     logs_per_epoch: int
+    log_interval: int | None = None  # updates between log points; None: by `logs_per_epoch`
     validation_mode: Literal["none", "during", "after"]
     validation_frequency: int  # epochs
     epochs_per_save: float
@@ -162,7 +163,9 @@ class Plan:
         return self.place(update)[1] == 0 or update == self.updates
 
     def logs_at(self, update: int) -> bool:
-        """Log points are spread evenly over an epoch, the last one at its end."""
+        """Log points are spread evenly over an epoch, the last one at its end, or lie an interval apart."""
+        if self.log_interval is not None:
+            return (update - self.updates_before) % self.log_interval == 0 or update == self.updates
         done = self.place(update - 1)[1] + 1
         points = min(self.logs_per_epoch, self.updates_per_epoch)
         in_turn = done * points // self.updates_per_epoch > (done - 1) * points // self.updates_per_epoch
@@ -250,7 +253,8 @@ def updates_in_epoch(images: int, global_batch: int) -> int:
 def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int) -> Plan:
     """The plan of a phase; `images`: in the training set."""
     options = phase.options
-    per_epoch, limit = updates_in_epoch(images, shape.global_batch), options.training.updates
+    per_epoch = updates_in_epoch(images, shape.global_batch)
+    limit = options.training.limit(per_epoch)
     return Plan(
         epochs=options.training.epochs if limit is None else ceil(limit / per_epoch),
         limit=limit,
@@ -260,6 +264,7 @@ def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int
         replicas=shape.replicas,
         schedule=_schedule_of(phase, per_epoch),
         logs_per_epoch=options.logging.logs_per_epoch,
+        log_interval=options.logging.log_interval,
         validation_mode="none" if options.data.data == "synthetic" else options.validation.validation_mode,
         validation_frequency=options.validation.validation_frequency,
         epochs_per_save=options.checkpoints.checkpoint_save_freq,
@@ -274,11 +279,12 @@ def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int
 
 def _schedule_of(phase: Phase, per_epoch: int) -> Schedule:
     rate, training = phase.options.learning_rate, phase.options.training
-    updates = training.updates or training.epochs * per_epoch
+    limit = training.limit(per_epoch)
+    updates = limit or training.epochs * per_epoch
     return Schedule(
         kind=rate.lr_schedule,
         peak=rate.peak,
-        epochs=training.epochs if training.updates is None else training.updates / per_epoch,
+        epochs=training.epochs if limit is None else limit / per_epoch,
         updates_per_epoch=per_epoch,
         warmup_epochs=rate.warmup_epoch,
         changes_per_epoch=rate.lr_scheduler_freq

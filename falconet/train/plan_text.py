@@ -38,8 +38,8 @@ def brief(built: BuiltPhase) -> list[str]:
         *_numerics(asked, regime=built.regime, device=device),
         *built.plan.lines(),
     ]
-    by_updates, plan = asked.training.updates is not None, built.plan
-    length = counted(plan.updates, "update") if by_updates else counted(plan.last_epoch, "epoch")
+    is_whole, plan = asked.training.has_whole_epochs, built.plan
+    length = counted(plan.last_epoch, "epoch") if is_whole else counted(plan.updates, "update")
     return [
         *(line for line in describe(built) if line not in details),
         f"{length}, {counted(plan.global_batch, 'photo')} of {built.images.shape()} per update,"

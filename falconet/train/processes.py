@@ -94,9 +94,9 @@ def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventi
     _check_interleaving(loaded.options, division)
     restarted = environment.attempt(os.environ) > 0
     if restarted:
-        restored = newest(loaded.options, restored, conventions) or restored
+        restored = newest(loaded.options, conventions) or restored
     again = restarted or (loaded.options.run.resume and restored is not None)
-    _check_restarts(loaded.options, restored)
+    _check_restarts(loaded.options)
     ignored = left_out(loaded, restored.manifest.config) if restored else {}
     notes = defaults.weight_notes(loaded.options, initial) if restored is None else ()
     notes += tuple(
@@ -131,8 +131,8 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
     argv = [command, *typed(line)]
     if launch.hosts is not None:
         return _start_on_host(argv, launch, launch.hosts)
-    home = run_folder.claim(options, restored=launch.restored, conventions=launch.conventions)
-    if options.run.run_dir == "auto" and launch.restored is None:
+    home = run_folder.claim(options, launch.conventions)
+    if options.run.run_dir == "auto":
         argv += ["--no-temporary", "--run-dir", str(home)]  # chosen here, so that another attempt finds it
     say, saved = Screen().line, run_folder.checkpoints(home, options)
     if options.run.temporary:
@@ -148,7 +148,7 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
     except WorldError as error:
         raise WorldError(f"{error}; {run_folder.how_to_continue(home, saved)}") from None
     finally:
-        if run_folder.is_named_anew(options, restored=launch.restored, conventions=launch.conventions):
+        if run_folder.is_named_anew(options, launch.conventions):
             with contextlib.suppress(OSError):
                 home.rmdir()  # works only if it is empty: stopped before it started
     if options.run.temporary and (code == 0 or not any(home.iterdir())):  # empty: stopped before it started
@@ -382,12 +382,12 @@ def current_phase(phases: Sequence[Phase], loaded: Options, restored: Restored) 
     if restored is None:
         return 1
     folder, manifest = restored
-    number, epochs = manifest.progress.phase, stored_number(manifest, "epoch")
+    number = manifest.progress.phase
     if number > len(phases):
         raise ConfigError(
             f"--no-half-res-training: {folder} is from the fine-tuning after it; expected an earlier checkpoint"
         )
-    if number > 1 and loaded.options.training.epochs != epochs:
+    if number > 1 and loaded.options.training.epochs != (epochs := stored_number(manifest, "epoch")):
         raise ConfigError(
             f"--epoch: got {loaded.options.training.epochs}, expected {epochs}: {folder} is from the fine-tuning after"
             " them, which a larger --fine-tune-epoch makes longer"
@@ -408,9 +408,9 @@ def _check_interleaving(options: commands.TrainOptions, division: Division) -> N
             )
 
 
-def newest(options: commands.TrainOptions, restored: Restored, conventions: Conventions = FALCONET) -> Restored:
+def newest(options: commands.TrainOptions, conventions: Conventions = FALCONET) -> Restored:
     """What an earlier attempt at this run saved last."""
-    saved = run_folder.checkpoints(run_folder.choose(options, restored=restored, conventions=conventions), options)
+    saved = run_folder.checkpoints(run_folder.choose(options, conventions), options)
     if not saved.is_dir() or not format.checkpoints_in(saved):
         return None  # nothing saved yet
     try:
@@ -433,7 +433,7 @@ FITTED = ("micro-batch-size", "gradient-accumulation")  # by --micro-batch-size 
 
 def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
     """What --resume continues from: the run folder's newest checkpoint, refused if its options were different."""
-    found = newest(loaded.options, None, conventions)
+    found = newest(loaded.options, conventions)
     if found is None:
         return None
     folder, manifest = found
@@ -460,10 +460,10 @@ def _shown(value: object) -> str:
     return "unset" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _check_restarts(options: commands.TrainOptions, restored: Restored) -> None:
+def _check_restarts(options: commands.TrainOptions) -> None:
     """torchrun restarts workers with the same command line, which must name the folder with their checkpoints."""
     limit = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
-    if limit and options.run.run_dir == "auto" and not restored:
+    if limit and options.run.run_dir == "auto":
         raise ConfigError(
             f"--run-dir: required under torchrun --max-restarts {limit}: restarted workers look there for checkpoints"
         )

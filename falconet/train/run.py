@@ -157,6 +157,8 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, b
     folder = Path(site.world.once(lambda: str(open_folder())))
     if options.run.temporary:
         site.screen.line(run_folder.temporary_line(folder))
+    if launch.restored and (elsewhere := run_folder.elsewhere_line(launch.restored, folder)):
+        site.screen.line(elsewhere)
     saved = run_folder.checkpoints(folder, options)
     mark = site.world.once(lambda: _mark(launch))
     with (
@@ -272,8 +274,8 @@ def _nothing_left(built: BuiltPhase, progress: Progress) -> str | None:
         )
     if progress.update < built.plan.updates:
         return None
-    by_updates = built.options.training.updates is not None
-    done, each = (built.plan.updates, "update") if by_updates else (built.plan.last_epoch, "epoch")
+    is_whole = built.options.training.has_whole_epochs
+    done, each = (built.plan.last_epoch, "epoch") if is_whole else (built.plan.updates, "update")
     length = f"{'all ' if done > 1 else ''}{are(done, each)} done"
     return f"{length}; a larger {built.phase.length} continues the run"
 
@@ -299,6 +301,9 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, ba
     run_folder.check_saved(saved, options, restored=launch.restored)  # the run that held the lock may have just ended
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
+    if launch.restored or launch.again or options.run.resume:
+        again = launch.again or options.run.resume
+        run_folder.continue_log(folder, launch.restored, conventions=launch.conventions, again=again)
     run_folder.write_config(folder, launch.loaded.rooted().to_yaml(launch.started()), "\n".join(plan) + "\n")
     if bad:
         writing.replace(folder, BAD_PHOTOS, "\n".join(bad) + "\n")
@@ -311,7 +316,7 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
     if not first.site.world.is_first:
         return run_folder.Sinks()
     if not options.logging.mlperf_logging:
-        return run_folder.open_sinks(folder, first.launch.loaded)
+        return run_folder.open_sinks(folder, first.launch.loaded, restored=first.launch.restored)
     submission = log.submission(
         options,
         first.plan,
@@ -322,7 +327,7 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
     )
     path = folder / f"result_{options.run.seed}.txt"
     mlperf = MlperfLog(path, submission, done=first.plan.place(update)[0])
-    return run_folder.open_sinks(folder, first.launch.loaded, mlperf)
+    return run_folder.open_sinks(folder, first.launch.loaded, mlperf, restored=first.launch.restored)
 
 
 def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best: Best | None = None) -> Handover | None:
@@ -330,7 +335,8 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     world, screen, folder = built.site.world, built.site.screen, session.folder
     if warning := memory.warning(built, state.model):
         screen.line(warning)
-    loader, stopwatch = built.placement.loader(), Stopwatch(moments=moments_of(world.device))
+    loader = built.placement.loader()
+    stopwatch = Stopwatch(moments=moments_of(world.device), seconds=state.progress.seconds)
     step = _shown(built, _profiled(built, TimedStep(built.step(state), stopwatch), folder, state))
     output = _output(built, state, session, stopwatch=stopwatch, best=best)
     writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)

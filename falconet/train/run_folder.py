@@ -1,6 +1,7 @@
 """The run folder: which one, its files and sinks, the lock on it, and how to continue the run in it."""
 
 import contextlib
+import csv
 import fcntl
 import json
 import os
@@ -8,7 +9,7 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -46,7 +47,7 @@ from falconet.report.sinks import (
     WeightsAndBiases,
     WeightSink,
 )
-from falconet.report.styles import FALCONET, Conventions
+from falconet.report.styles import FALCONET, Conventions, Table
 from falconet.report.throughput import Rate
 from falconet.train.log import Log
 from falconet.train.metrics import Memory
@@ -132,35 +133,31 @@ KEPT = 3  # newest checkpoints, by default
 ENDING = 5.0  # seconds that a killed run may take to leave its folder
 
 
-def choose(options: commands.TrainOptions, *, restored: Checkpoint | None, conventions: Conventions = FALCONET) -> Path:
+def choose(options: commands.TrainOptions, conventions: Conventions = FALCONET) -> Path:
     """The folder of this run; only a temporary one is created here, so that its name is unique."""
     asked = options.run.run_dir
     if options.run.temporary:
         return Path(tempfile.mkdtemp(prefix=f"{_fresh(options, conventions).name}_"))
-    if asked == "auto":
-        return (restored and home(restored)) or _fresh(options, conventions)
-    return asked
+    return _fresh(options, conventions) if asked == "auto" else asked
 
 
-def is_named_anew(
-    options: commands.TrainOptions, *, restored: Checkpoint | None, conventions: Conventions = FALCONET
-) -> bool:
+def is_named_anew(options: commands.TrainOptions, conventions: Conventions = FALCONET) -> bool:
     """Whether `choose` invents a name."""
     asked = options.run.run_dir != "auto" or options.run.temporary or _logs_where_it_saves(options, conventions)
-    return not asked and restored is None
+    return not asked
 
 
-def claim(options: commands.TrainOptions, *, restored: Checkpoint | None, conventions: Conventions = FALCONET) -> Path:
+def claim(options: commands.TrainOptions, conventions: Conventions = FALCONET) -> Path:
     """`choose`; an invented name is created at once, so that another run in the same second takes another one."""
-    folder = choose(options, restored=restored, conventions=conventions)
-    if not is_named_anew(options, restored=restored, conventions=conventions):
+    folder = choose(options, conventions)
+    if not is_named_anew(options, conventions):
         return folder
     while True:
         try:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
-            taken, folder = folder, choose(options, restored=restored, conventions=conventions)
+            taken, folder = folder, choose(options, conventions)
             if folder == taken:  # by a dangling link
                 return folder
         except OSError:
@@ -175,7 +172,7 @@ def open_folder(
     conventions: Conventions = FALCONET,
 ) -> Path:
     """The folder of this run, created and writable; a restored run, or another attempt, continues in its own."""
-    folder = claim(options, restored=restored, conventions=conventions)
+    folder = claim(options, conventions)
     known = again or options.run.run_dir == "auto" or (restored and _belongs(restored, folder))
     saved = checkpoints(folder, options)
     if (folder / CONFIG).exists() and saved.is_dir() and checkpoints_in(saved) and not known:
@@ -198,7 +195,7 @@ def check_saved(saved: Path, options: commands.TrainOptions, *, restored: Checkp
         option = "checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "run-dir"
         raise ConfigError(
             f"--{option}: {saved} holds checkpoints newer than {restored.folder.name}, such as {newer.name};"
-            " expected another folder for a run that continues from an older one"
+            f" expected another folder, or no --{option}: a run that continues from an older one gets a new folder"
         )
     if not restored and checkpoints_in(saved):
         raise ConfigError(
@@ -247,9 +244,64 @@ def kept(options: commands.TrainOptions) -> int | None:
         return asked
     if options.averaging.weight_avg_strategy == "none":
         return KEPT
-    if last in ("all", -1) or options.averaging.weight_avg_also:
+    if last in ("all", -1) or options.averaging.weight_avg_also or options.averaging.weight_avg_epochs is not None:
         return None
     return max(KEPT, int(last))
+
+
+def continue_log(
+    folder: Path, restored: Checkpoint | None, *, conventions: Conventions = FALCONET, again: bool = False
+) -> None:
+    """Let the files that grow end where the run continues: what a killed start logged beyond it comes again.
+
+    In another folder than the checkpoint's, they start with what its run had logged. `again`: the folder is this run's,
+    even if nothing was saved yet.
+    """
+    if restored and not again and not _belongs(restored, folder):
+        source = home(restored)
+        if source is None or (folder / METRICS).exists():
+            return  # nothing is known of this folder's log
+        written = [table.name for table in conventions.tables]
+        for name in (METRICS, TIMES, *written, *([conventions.options_file] if conventions.options_file else [])):
+            if (source / name).is_file() and not (source / name).is_symlink():
+                writing.replace(folder, name, (source / name).read_bytes())
+    update = restored.manifest.progress.update if restored else 0  # as the log counts them, whatever the batch is now
+    validated = not (restored and restored.manifest.meter.get("unvalidated"))
+
+    def is_kept(line: bytes) -> bool:
+        done, names = _read_line(line)
+        return done < update or (done == update and (validated or "train/loss" in names))
+
+    writing.keep_lines(folder, METRICS, is_kept)
+    writing.keep_lines(folder, TIMES, lambda line: _read_line(line)[0] <= update)
+    for table in conventions.tables:
+        last = update if validated or not table.is_of_validations else update - 1
+        writing.keep_lines(folder, table.name, _until(last, table))
+
+
+def _read_line(line: bytes) -> tuple[int, Collection[str]]:
+    """The update of a line of JSON, and the names of its numbers; update 0 if it is not a line of ours."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return 0, ()
+    done = content.get("update") if isinstance(content, dict) else None
+    return (done, content) if isinstance(done, int) else (0, ())
+
+
+def _until(last: int, table: Table) -> Callable[[bytes], bool]:
+    """Whether a line of a CSV file is its header, or a row of an update up to the `last`."""
+    header: list[str] = []
+
+    def is_kept(line: bytes) -> bool:
+        cells = next(csv.reader([line.decode(errors="replace")]), [])
+        if not header:
+            header.extend(cells)
+            return True
+        done = dict(zip(header, cells, strict=False)).get(table.update, "")
+        return not done.isdecimal() or int(done) <= last
+
+    return is_kept
 
 
 def write_config(folder: Path, config: str, plan: str) -> None:
@@ -278,13 +330,16 @@ class Sinks:
                 self.times.close()
 
 
-def open_sinks(folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink) -> Sinks:
+def open_sinks(
+    folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink, restored: Checkpoint | None = None
+) -> Sinks:
     """metrics.jsonl and updates.jsonl always, others when asked for."""
     logging = loaded.options.logging
     drawn: list[TensorBoard | WeightsAndBiases] = []
     if logging.tensorboard:
         with named_option("tensorboard"):
-            drawn.append(TensorBoard(folder / "tensorboard"))
+            after = restored.manifest.progress.update if restored else None
+            drawn.append(TensorBoard(folder / "tensorboard", after=after))
     if logging.wandb:
         table = {name: entry["value"] for name, entry in loaded.table().items()}
         with named_option("wandb"):
@@ -379,6 +434,7 @@ def remove_temporary(folder: Path, say: Say) -> None:
 def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loaded[commands.TrainOptions]:
     """The options of a restored run with its folders: the command line's, or else where the checkpoint lies.
 
+    Where that run has newer checkpoints, which this one must not mix with its own, the folder stays `auto`: a new one.
     Folders named in the checkpoint are ignored: it may come from another person, and would choose which of the user's
     files are overwritten or removed.
     """
@@ -391,7 +447,8 @@ def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loade
                 f"--run-dir: required, because {restored.folder} is not in a run folder, and folders are not"
                 " taken from a checkpoint"
             )
-        folder = found or folder
+        is_newest = whole_after(restored.folder.parent, restored.manifest.progress) is None
+        folder = found if found and is_newest else folder
     saved = options.checkpoints.checkpoint_output_path
     if saved is None and folder != "auto" and _belongs(restored, folder) and not _is_default(restored, folder):
         saved = restored.folder.parent
@@ -431,6 +488,14 @@ def _belongs(restored: Checkpoint, folder: Path) -> bool:
         return True
     elsewhere = (_config(folder) or {}).get("checkpoint-output-path")
     return elsewhere is not None and Path(elsewhere).resolve() == restored.folder.parent.resolve()
+
+
+def elsewhere_line(restored: Checkpoint, folder: Path) -> str | None:
+    """What to print if a restored run continues in another folder than the checkpoint's."""
+    lies = home(restored)
+    if lies is None or _belongs(restored, folder):
+        return None
+    return f"continuing {restored.folder.name} in another run folder, {folder}; {lies} stays as it is"
 
 
 def _is_default(restored: Checkpoint, folder: Path) -> bool:

@@ -91,6 +91,7 @@ class Saving:
 
     def save(self) -> None:
         """Start writing a checkpoint. If the one before it failed, wait for this one, and pause until it is written."""
+        self.state.progress.seconds, _ = self.output.stopwatch.lap()
         with self.output.stopwatch.standing():
             failed = self._failure()
             if failed is None:
@@ -233,24 +234,29 @@ class Saving:
 
 def rule_of(section: options.Averaging | options.Average) -> Averaging:
     assert section.weight_avg_strategy != "none"
-    last = section.weight_avg_N
+    last, epochs = section.weight_avg_N, section.weight_avg_epochs if isinstance(section, options.Averaging) else None
     return Averaging(
         strategy=section.weight_avg_strategy,
         decay=section.weight_avg_exp_decay,
-        last=None if last in ("all", -1) else int(last),
+        last=None if last in ("all", -1) or epochs is not None else int(last),
+        epochs=epochs,
         discarded=section.weight_avg_discard if isinstance(section, options.Average) else 0,
     )
 
 
-def write_average(folders: Sequence[Path], how: Averaging, *, weights: dict[str, Tensor], to: Path) -> None:
+def made_of(folders: Sequence[Path], how: Averaging) -> dict[str, object]:
+    """What an average states about itself: how it was made, and of what."""
+    return {"strategy": how.strategy, "decay": how.decay, "of": [folder.name for folder in folders]}
+
+
+def write_average(folders: Sequence[Path], made: Mapping[str, object], *, weights: dict[str, Tensor], to: Path) -> None:
     """Save averaged weights with the rest of the newest checkpoint's state, so that the result can be restored too."""
     newest = folders[-1]
     manifest = format.verify(newest)
     others = [stem for stem in manifest.stems if stem != "model"]
     tensors = {"model": weights} | {stem: format.read_tensors(newest, stem, verified=manifest) for stem in others}
-    averaged = {"strategy": how.strategy, "decay": how.decay, "of": [folder.name for folder in folders]}
     content = {key: value for key, value in manifest.content.items() if key not in ("files", "digest", "metrics")}
-    format.write(to, tensors, content | {"averaged": averaged, "metrics": {}})
+    format.write(to, tensors, content | {"averaged": made, "metrics": {}})
 
 
 def averaged_name(newest: Path, suffix: str = "") -> Path:
@@ -266,7 +272,7 @@ def average_after_training(
     for text in asked.averaging.weight_avg_also:
         more = further_average(text)
         assert more is not None, "the rules of the options refuse others"
-        how = Averaging(strategy=more.strategy, decay=more.decay, last=more.last)
+        how = Averaging(strategy=more.strategy, decay=more.decay, last=more.last, epochs=more.epochs)
         _average(saving, validation, how, suffix=more.suffix, world=world)
     return first
 
@@ -279,11 +285,16 @@ def _average(saving: Saving, validation: Validation, how: Averaging, *, suffix: 
         saved = format.checkpoints_in(saving.folder)
         final = saving.state.progress.update  # saved out of turn by a training that ended early
         progresses = {folder: format.read_manifest(folder).progress for folder in saved}
-        due = [each for each, progress in progresses.items() if saving.was_due(progress) or progress.update == final]
+        span = final if how.epochs is None else how.epochs * saving.plan.updates_per_epoch
+        due = [
+            each
+            for each, progress in progresses.items()
+            if progress.update >= final - span and (saving.was_due(progress) or progress.update == final)
+        ]
         folders = select(due, how.last, phase=saving.plan.phase)
         name = saving.output.style.average_name(_in_words(how, len(folders)))
         to = folders[-1].with_name(name) if name else averaged_name(folders[-1], suffix)
-        write_average(folders, how, weights=average(folders, how), to=to)
+        write_average(folders, made_of(folders, how), weights=average(folders, how), to=to)
         saving.output.screen.line(f"averaged {counted(len(folders), 'checkpoint')} ({how.strategy}) into {to}")
         return str(to)
 
@@ -297,7 +308,7 @@ def _average(saving: Saving, validation: Validation, how: Averaging, *, suffix: 
 
 
 def _in_words(how: Averaging, count: int) -> str:
-    """`N_5` or `exp_0.97`, as in the original's names; or `exp_0.97_N_5`, which it did not have."""
+    """`N_5` or `exp_0.97`, as in the original's names, whose N are epochs; or `exp_0.97_N_5`, which it did not have."""
     if how.strategy == "mean":
-        return f"N_{how.last or count}"
+        return f"N_{how.last or count}" if how.epochs is None else f"N_{how.epochs}"
     return f"exp_{how.decay:.15g}" + (f"_N_{how.last}" if how.last else "")

@@ -185,6 +185,7 @@ class Update(NamedTuple):
     """What one update did. The tensors stay on the device, because reading them waits for it."""
 
     loss: Tensor  # mean over the images
+    smoothing: Tensor  # the part of it that label smoothing adds
     correct: Tensor  # images with the right top class, or with exactly the right labels
     images: Tensor  # images that counted
     skipped: Tensor  # 1 if a gradient was not finite and the weights did not move, else 0
@@ -207,18 +208,19 @@ class LocalStep:
         images = sum(len(batch.labels) for batch in micro_batches)
         parts = [self._backward(batch, images) for batch in self.moving.replicas.announced(micro_batches)]
         skipped = self.moving.end(update, lr)
-        loss, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
-        return Update(loss, correct, counted, skipped)
+        loss, smoothing, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
+        return Update(loss, smoothing, correct, counted, skipped)
 
-    def _backward(self, batch: Batch, images: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(self, batch: Batch, images: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Add the gradient of one micro-batch, in which each image has the weight `1 / images`."""
         inputs, targets = mixing.apply(self.normalise(batch.images), batch.labels, batch.mix, targets=self.loss.targets)
         logits = self.regime.run(self.moving.model, inputs)
         # A sum over images, divided once by their number: the gradient is the same however they are split.
-        loss = self.loss(logits, targets).sum() / images
+        losses, smoothing = self.loss.parts(logits, targets)
+        loss = losses.sum() / images
         self.moving.move.root(loss).backward()  # type: ignore[no-untyped-call]
         self.moving.move.passed()
-        return loss.detach(), self.loss.correct(logits, batch.labels), (batch.labels >= 0).sum()
+        return loss.detach(), smoothing / images, self.loss.correct(logits, batch.labels), (batch.labels >= 0).sum()
 
 
 class DeviceMoments:

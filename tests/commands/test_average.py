@@ -168,7 +168,7 @@ def test_first_batch_norm_has_the_statistics_of_its_inputs(falconet, run):
     from falconet.data.preprocessing import Normalise
     from falconet.data.sources.builtin import generate
 
-    splits = generate(images=80, image_size=16, classes=10, seed=0)
+    splits = generate(images=80, validated=8, image_size=16, classes=10, seed=0)
     pixels = torch.from_numpy(splits.train.images[range(80)]).permute(0, 3, 1, 2)
     found = weights(AVERAGED)
     hidden = torch.nn.functional.conv2d(
@@ -244,7 +244,6 @@ MISTAKES = {
     f"--checkpoint-input-path r --checkpoint-output-path r/checkpoints/{NAMES[0]}": (
         f"--checkpoint-output-path: r/checkpoints/{NAMES[0]} is a checkpoint of training; expected another name"
     ),
-    "--checkpoint-input-path r --checkpoint-output-path r": "cannot save r: it holds other files",
     "--checkpoint-input-path r --weight-avg-N 0": "--weight-avg-N",
     "--checkpoint-input-path r --weight-avg-strategy median": "--weight-avg-strategy",
 }
@@ -261,6 +260,34 @@ def test_what_cannot_be_averaged_is_refused_in_one_line(falconet, run, trained, 
     assert message in answer.err
     assert answer.err.count("\n") == 1
     assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+
+
+def test_average_in_a_folder_of_other_things_is_put_inside_it(falconet, run):
+    Path("results").mkdir()
+    Path("results/notes.txt").write_text("mine")
+    answer = falconet("average --checkpoint-input-path r --checkpoint-output-path results")
+    assert answer.code == 0, answer.err
+    assert f"written to results/{AVERAGED.name}" in answer.out
+    assert format.verify(Path("results") / AVERAGED.name).averaged
+    assert Path("results/notes.txt").read_text() == "mine"
+    assert (
+        f"written to {AVERAGED}" in falconet("average r --checkpoint-output-path r").out
+    )  # a run folder: beside the others
+
+
+def test_average_made_by_training_is_kept_when_another_one_is_made(falconet, trained):
+    shutil.copytree(trained, "r")
+    before = weights(AVERAGED)
+    answer = falconet("average r --weight-avg-N 2")
+    assert answer.code == 0, answer.err
+    other = AVERAGED.with_name(f"{AVERAGED.name}_mean_2")
+    assert f"{AVERAGED} is another average, and kept\n" in answer.out
+    assert f"written to {other}\n" in answer.out
+    assert_same(weights(AVERAGED), before)
+    assert_same(weights(other), by_hand(NAMES[2:], mean))
+    assert f"written to {AVERAGED}\n" in falconet("average r").out  # the same one again
+    said = falconet(f"average r --weight-avg-N 2 --checkpoint-output-path {AVERAGED}").out
+    assert f"written to {AVERAGED}, in place of another average\n" in said
 
 
 def test_further_averages_are_made_and_measured(falconet):
@@ -284,4 +311,4 @@ def test_further_averages_are_made_and_measured(falconet):
         assert re.search(rf"^accuracy of the averaged checkpoints{re.escape(which)}: ", answer.out, re.M)
     refused = falconet(f"{line} --weight-avg-also mean:0")
     assert refused.code == 2
-    assert "--weight-avg-also: got 'mean:0', expected mean:N, mean:all or exponential:DECAY" in refused.err
+    assert "--weight-avg-also: got 'mean:0', expected mean:N, mean:all, epochs:N or exponential:DECAY" in refused.err

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from falconet.checkpoint import format
-from runs import assert_bitwise, stop_at, wait_for
+from runs import assert_bitwise, begin, finish, stop_at, updates, wait_for
 from tiny import TINY
 
 VALIDATED = re.compile(r"^ +\d+/\d+ +\S+ +\S+ +[\d.]+ +[\d.]+% ", re.M)  # the row of an epoch that was validated
@@ -34,6 +34,7 @@ RUNS = {
         "--precision 16.32 --loss-scaling 128 --initial-loss-scaling 64 --optimizer lars --enable-recompute"
     ),
     "lars, group norm": "--optimizer lars --norm-type group --norm-num-groups 4",
+    "part of an epoch, log points across epochs": "--epoch 2.5 --log-interval 3",
 }
 
 
@@ -111,6 +112,7 @@ def test_killed_run_continues_bit_for_bit_from_its_newest_checkpoint(tmp_path, f
     answer = falconet("restore --checkpoint-input-path killed")
     assert answer.code == 0, answer.err
     assert_bitwise(tmp_path / "straight", tmp_path / "killed")
+    assert updates(tmp_path / "killed") == updates(tmp_path / "straight")  # what it repeated is there once
 
 
 def test_newest_whole_checkpoint_is_taken_and_the_torn_one_named(falconet):
@@ -145,18 +147,48 @@ def test_complete_run_is_reported_and_more_epochs_continue(falconet):
     assert " 3/3 " in answer.out
 
 
-def test_older_checkpoint_continues_in_another_folder(falconet):
+def test_older_checkpoint_continues_in_a_new_folder(falconet):
+    falconet(f"train {TINY} --run-dir r --epoch 3")
+    before = {path: path.stat().st_mtime_ns for path in Path("r").rglob("*")}
+    line = "restore --checkpoint-input-path r/checkpoints/resnet8-cifar_generated_1"
+    answer = falconet(line)
+    assert answer.code == 0, answer.err
+    (new,) = Path("runs").iterdir()
+    said = f"continuing resnet8-cifar_generated_1 in another run folder, {new}; r stays as it is"
+    assert answer.out.splitlines().count(said) == 1
+    assert {path: path.stat().st_mtime_ns for path in Path("r").rglob("*")} == before
+    assert [folder.name[-1] for folder in format.checkpoints_in(new)] == ["2", "3"]
+    assert_bitwise(Path("r"), new)
+    assert updates(new) == updates(Path("r"))  # its log starts with what the old one has up to there
+    again = falconet(f"restore {new} --epoch 4")
+    assert again.code == 0, again.err
+    assert updates(new) == [4, 8, 12, 16]
+
+
+def test_older_checkpoint_does_not_continue_where_newer_ones_are(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 3")
     before = {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")}
     line = "restore --checkpoint-input-path r/checkpoints/resnet8-cifar_generated_1 --lr 0.01"
-    answer = falconet(line)
+    answer = falconet(f"{line} --run-dir r")
     assert answer.code == 2
     assert "--run-dir: r/checkpoints holds checkpoints newer than resnet8-cifar_generated_1, such as" in answer.err
-    assert "such as resnet8-cifar_generated_3; expected another folder" in answer.err
+    assert "such as resnet8-cifar_generated_3; expected another folder, or no --run-dir" in answer.err
     assert {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")} == before
     again = falconet(f"{line} --run-dir other")
     assert again.code == 0, again.err
     assert [folder.name[-1] for folder in format.checkpoints_in(Path("other"))] == ["2", "3"]
+
+
+def test_older_checkpoint_continues_in_several_processes(tmp_path, falconet, two_cores):
+    falconet(f"train {TINY} --run-dir r --epoch 2")
+    old = "r/checkpoints/resnet8-cifar_generated_1"
+    code, out, err = finish(
+        begin(f"restore {old} --replicas 2 --gradient-accumulation 1 --micro-batch-size 4", tmp_path)
+    )
+    assert code == 0, err
+    (new,) = (tmp_path / "runs").iterdir()
+    assert f"continuing resnet8-cifar_generated_1 in another run folder, runs/{new.name}; r stays as it is" in out
+    assert [folder.name[-1] for folder in format.checkpoints_in(new)] == ["2"]
 
 
 def test_another_global_batch_works_between_epochs_and_is_refused_within_one(falconet):

@@ -52,7 +52,7 @@ def test_the_tensorflow_programs_upload_sends_its_columns(falconet, wandb, capfd
     assert falconet(f"train {TINY} --run-dir r", "tensorflow").code == 0
     assert main("tf1:upload_run.py", "upload_run.py", ["--base-folder", "r", "--name", "mine"]) == 0
     assert (wandb.opened["project"], wandb.opened["name"]) == ("large-scale-cnn", "mine")
-    assert wandb.opened["config"]["micro_batch_size"] == "8"
+    assert wandb.opened["config"]["micro_batch_size"] == 8
     assert wandb.logged[4].keys() == {
         *("epoch", "learning_rate", "loss_avg", "train_accuracy", "train_img_per_sec", "total_time"),
         "validation_accuracy",

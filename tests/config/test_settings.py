@@ -20,9 +20,13 @@ def loaded(line):
 
 
 MISTAKES = {
-    "--epoch 2.5": "--epoch: got '2.5', expected a whole number, at least 1",
-    "--epoch=0": "--epoch: got '0', expected a whole number, at least 1",
-    "--epoch": "--epoch: got no value, expected a whole number, at least 1",
+    "--updates 2.5": "--updates: got '2.5', expected a whole number, at least 1",
+    "--updates=0": "--updates: got '0', expected a whole number, at least 1",
+    "--updates": "--updates: got no value, expected a whole number, at least 1",
+    "--epoch 0": "--epoch: got '0', expected a number, more than 0, or auto",
+    "--epoch nan": "--epoch: got 'nan', expected a number, more than 0, or auto",
+    "--epoch 2.5 --half-res-training": "--epoch 2.5: does not work with --half-res-training, whose phases are whole",
+    "--epoch 2.5 --initial-loss-scaling 2 --precision 16.16": "--epoch 2.5: does not work with --initial-loss-scaling",
     "--epochs 3": "unknown option --epochs; did you mean '--epoch'?",
     "--lr-end-rate 3": "unknown option --lr-end-rate; did you mean '--lr-end-ratio'?",
     "--zebras 4": "unknown option --zebras",
@@ -41,11 +45,11 @@ MISTAKES = {
     "--data folder --data-dir=": "--data-dir: got '', expected a path; '.' is this folder",
     "--run-dir=": "--run-dir: got '', expected a path or auto; '.' is this folder",
     "--micro-batch-size 1 --mixup-alpha 0.2": "--micro-batch-size: got 1, expected at least 2 for --mixup-alpha",
-    "--micro-batch-size 2 --cutmix-lambda-high 0.8": (
-        "--micro-batch-size: got 2, expected at least 3 for --cutmix-lambda-low and -high"
+    "--micro-batch-size 1 --cutmix-lambda-high 0.8": (
+        "--micro-batch-size: got 1, expected at least 2 for --cutmix-lambda-low and -high"
     ),
-    "--micro-batch-size 2 --cutmix-lambda-high 0.8 --mixup-alpha 1": (
-        "--micro-batch-size: got 2, expected at least 3 for --cutmix-lambda-low and -high"
+    "--micro-batch-size 1 --cutmix-lambda-high 0.8 --mixup-alpha 1": (
+        "--micro-batch-size: got 1, expected at least 2 for --cutmix-lambda-low and -high"
     ),
     "--cutmix-lambda-low 0.9 --cutmix-lambda-high 0.8": (
         "--cutmix-lambda-low: got 0.9, expected at most --cutmix-lambda-high, which is 0.8"
@@ -75,8 +79,8 @@ def test_mistake_on_the_line_is_answered_in_one_line(line, message):
 
 
 FILES = {
-    "epoch: 2.5": "c.yaml: epoch: got '2.5', expected a whole number, at least 1",
-    "epoch: 0": "c.yaml: epoch: got '0', expected a whole number, at least 1",
+    "updates: 2.5": "c.yaml: updates: got '2.5', expected a whole number, at least 1",
+    "epoch: 0": "c.yaml: epoch: got '0', expected a number, more than 0, or auto",
     "epochs: 3": "c.yaml: unknown option epochs; did you mean 'epoch'?",
     "- epoch": "c.yaml: got a list, expected options, such as `epoch: 10`",
     "epoch": "c.yaml: got 'epoch', expected options, such as `epoch: 10`",
@@ -135,6 +139,7 @@ def test_command_line_overrides_checkpoint_overrides_environment(tmp_path):
 
 def test_later_option_overrides_earlier_and_switches_turn_off():
     assert loaded("--epoch 3 --epoch 4").options.training.epoch == 4
+    assert [repr(loaded(f"--epoch {text}").options.training.epoch) for text in ("4", "4.0", "2.5")] == ["4", "4", "2.5"]
     assert not loaded("--wandb --no-wandb").options.logging.wandb
     assert loaded("--no-wandb --wandb").options.logging.wandb
 

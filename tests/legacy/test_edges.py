@@ -60,12 +60,12 @@ def test_an_invalid_number_is_refused_under_its_old_name():
 
 # 1,281,167 images of batch 4 are 320,291 updates, of batch 1,024 they are 1,251; 50,000 of batch 32 are 1,562.
 LENGTHS = [
-    (f"{IMAGENET} --iterations 10", {"updates": "10", "warmup-epoch": "0"}),
-    (f"{IMAGENET} --epochs 2.5", {"updates": "800728", "warmup-epoch": "5"}),
+    (f"{IMAGENET} --iterations 10", {"updates": "10", "warmup-epoch": "0", "log-interval": "500"}),
+    (f"{IMAGENET} --epochs 2.5", {"epoch": "2.5", "warmup-epoch": "2.5"}),
     (f"{IMAGENET} --epochs 3", {"epoch": "3"}),
     ("--dataset cifar-10 --data-dir d --iterations 781 --lr-schedule cosine", {"updates": "781", "lr": "0.5"}),
     (f"{IMAGENET} --epochs 65 --iterations 7", {"updates": "7", "warmup-epoch": "5"}),
-    ("--dataset cifar-10 --generated-data --epochs 0.5", {"updates": "781", "iterations": "1562"}),
+    ("--dataset cifar-10 --generated-data --epochs 0.5", {"epoch": "0.5", "iterations": "1562"}),
 ]
 
 
@@ -116,10 +116,10 @@ def test_rmsprop_may_be_spelled_as_in_the_documents():
 AVERAGES = [
     ("--weight-avg-exp 0.97", {"weight-avg-exp-decay": "0.97", "weight-avg-also": None}),
     ("--weight-avg-exp 0.97 0.99", {"weight-avg-exp-decay": "0.97", "weight-avg-also": "exponential:0.99"}),
-    ("--weight-avg-N 3 5", {"weight-avg-strategy": "mean", "weight-avg-N": "4", "weight-avg-also": "mean:6"}),
+    ("--weight-avg-N 3 5", {"weight-avg-strategy": "mean", "weight-avg-epochs": "3", "weight-avg-also": "epochs:5"}),
     (
         "--weight-avg-exp 0.9 0.97 --weight-avg-N 3 5 --ckpts-per-epoch 2",
-        {"weight-avg-exp-decay": "0.9", "weight-avg-also": "exponential:0.97 mean:7 mean:11"},
+        {"weight-avg-exp-decay": "0.9", "weight-avg-also": "exponential:0.97 epochs:3 epochs:5"},
     ),
 ]
 
@@ -226,3 +226,54 @@ NUMBERS = {
 
 def test_a_number_keeps_every_significant_digit():
     assert {number: short(number) for number in NUMBERS} == NUMBERS
+
+
+PIPELINED = (
+    f"{IMAGENET} --model-size 50 --shards 2 --pipeline --pipeline-splits b3/0/relu --gradient-accumulation-count 8"
+)
+PROPORTIONS = [
+    (f"{IMAGENET} --available-memory-proportion 0.1", ("0.1",)),
+    (f"{PIPELINED} --available-memory-proportion 0.1", ("0.1",)),
+    (f"{PIPELINED} --available-memory-proportion 0.1 0.2 0.3 0.4", ("0.1", "0.3")),
+]
+WRONG_PROPORTIONS = [
+    (f"{IMAGENET} --available-memory-proportion 0.1 0.2", "got 2 values, expected one without --pipeline"),
+    (f"{PIPELINED} --available-memory-proportion 0.1 0.2 0.3", "got 3 values, expected one, or 4: two for each of"),
+    (f"{PIPELINED} --available-memory-proportion 0.1 0.2", "got 2 values, expected one, or 4: two for each of the 2"),
+]
+
+
+def test_memory_proportions_are_one_or_two_per_stage():
+    found = [settings("tf1:train.py", line)["available-memory-proportion"] for line, _ in PROPORTIONS]
+    assert [tuple(value.split()) for value in found] == [expected for _, expected in PROPORTIONS]
+    cases = [(("tf1:train.py", line), f"--available-memory-proportion: {text}") for line, text in WRONG_PROPORTIONS]
+    assert unlike(cases, lambda case: refused(*case)) == []
+
+
+SMALL_BATCHES = [
+    ("tf1:train.py", f"{IMAGENET} --cutmix-lambda 0.85 --batch-size 2", None),
+    ("tf1:train.py", f"{IMAGENET} --cutmix-lambda 0.85 --mixup-alpha 0.2 --batch-size 2", None),
+    ("pytorch:train.py", "--cutmix-lambda-high 0.8 --micro-batch-size 3", None),
+    ("pytorch:train.py", "--cutmix-lambda-high 0.8 --micro-batch-size 2", "got 2, expected at least 3 for --cutmix"),
+    (
+        "pytorch:train.py",
+        "--cutmix-lambda-high 0.8 --mixup-alpha 0.1 --micro-batch-size 3",
+        "got 3, expected at least 4 for --cutmix-lambda-low and -high with --mixup-alpha",
+    ),
+]
+
+
+@pytest.mark.parametrize(("program", "line", "message"), SMALL_BATCHES)
+def test_mixing_takes_the_batches_that_the_original_took(program, line, message):
+    if message is None:
+        translate(program, line.split())
+    else:
+        assert message in refused(program, line)
+
+
+def test_generated_data_validates_as_many_images_as_the_original():
+    images = {"--dataset imagenet": "50000", "--dataset cifar-10": "10000"}
+    for data, count in images.items():
+        assert settings("tf1:train.py", f"--generated-data {data} --epochs 1")["validation-images"] == count
+    # A short run has a tenth of its own training images.
+    assert "validation-images" not in settings("tf1:train.py", "--generated-data --dataset imagenet --iterations 10")

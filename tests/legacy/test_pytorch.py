@@ -156,7 +156,6 @@ TF = "--dataset imagenet --data-dir d --model-size 50 --pipeline --shards 2 --pi
 TF_SHARES = {
     f"{TF} --available-memory-proportion 0.6 0.5 0.2 0.1": "0.6 0.2",  # convolutions and products by turns
     f"{TF} --available-memory-proportion 0.6": "0.6",
-    f"{TF} --available-memory-proportion 0.1 0.6 0.2 0.6 0.3 0.6": "0.3",  # of a config with more stages
 }
 
 

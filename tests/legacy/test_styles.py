@@ -22,21 +22,24 @@ TENSORFLOW_COLUMNS = (
 
 
 def facts(folder, **changes):
-    options = {"micro-batch-size": "8", "wandb": False, **changes.pop("options", {})}
+    options = {"micro-batch-size": 8, "wandb": False, **changes.pop("options", {})}
     known = {"options": options, "folder": folder, "model": "Net(\n)", "parameters": 75290}
     return Facts(**known, global_batch=64, replicas=2, stages=3, image_size=240, epochs=3, **changes)
 
 
-def point(update, *, loss=2.0, accuracy=25.0, lr=0.1, scale=None):
+def point(update, *, loss=2.0, smoothing=0.0, accuracy=25.0, lr=0.1, scale=None):
     """Ten updates of 64 images an epoch, half of the second of each waiting."""
     rate = Rate(images=320, seconds=5.0, waiting=2.5)
     return Point(
         update=update,
+        updates=5,
+        number=update // 5,
         epoch=update / 10,
         updates_per_epoch=10,
         epochs=3,
         global_batch=64,
         loss=loss,
+        smoothing_loss=smoothing,
         accuracy=accuracy,
         lr=lr,
         scale=scale,
@@ -118,7 +121,7 @@ def test_pytorch_starts_with_its_facts_and_its_options_file(styled, tmp_path):
         "[INFO] Net(\n)",
         "[INFO] Total parameters: 75290",
     ]
-    assert json.loads((tmp_path / "app.json").read_text()) == {"micro_batch_size": "8", "wandb": False}
+    assert json.loads((tmp_path / "app.json").read_text()) == {"micro_batch_size": 8, "wandb": False}
     kept = (tmp_path / "log.txt").read_text().splitlines()
     pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \[INFO\] - train - falconet: Total replicas: 2"
     assert re.fullmatch(pattern, kept[0])  # time, module and function, as in the original's file
@@ -154,12 +157,14 @@ def test_pytorch_has_the_loss_scale_unless_it_is_automatic(styled, tmp_path, aut
     assert one.csv("training.csv")[0].get("loss_scaling") == (None if automatic else "128.0")
 
 
-def test_pytorch_leaves_the_parts_of_a_smoothed_loss_empty(styled, tmp_path):
+def test_pytorch_logs_the_parts_of_a_smoothed_loss(styled, tmp_path):
     one = styled("pytorch")
     one.style.begin(facts(tmp_path, options={"label-smoothing": "0.1"}))
-    one.style.log(point(5))
-    (row,) = one.csv("training.csv")
-    assert (row["classification_loss_avg"], row["smoothing_loss_batch:"]) == ("", "")
+    one.style.log(point(5, loss=2.0, smoothing=0.5))
+    one.style.log(point(10, loss=1.0, smoothing=0.25))
+    columns = ("classification_loss_batch", "classification_loss_avg", "smoothing_loss_batch:", "smoothing_loss_avg:")
+    found = [[float(row[name]) for name in columns] for row in one.csv("training.csv")]
+    assert found == [[1.5, 1.5, 0.5, 0.5], [0.75, 1.125, 0.25, 0.375]]
 
 
 def test_pytorch_counts_throughput_from_the_start_of_an_epoch(styled):
@@ -198,7 +203,7 @@ def test_tensorflow_starts_with_the_lines_its_tests_look_for(styled, tmp_path):
     text = "\n".join(one.lines)
     for words in (f"Saving to {tmp_path}", "Batch Size: 64", "Total Parameters:75290", "240x240"):
         assert words in text
-    assert json.loads((tmp_path / "arguments.json").read_text())["micro_batch_size"] == "8"
+    assert json.loads((tmp_path / "arguments.json").read_text())["micro_batch_size"] == 8
     assert "Restoring" not in text
 
 

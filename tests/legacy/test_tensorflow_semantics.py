@@ -1,11 +1,13 @@
 """Formulas of the TensorFlow program (inventory section 3), worked out again by hand in float64, from its own lines."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 import pipeline_scenarios
+from falconet.checkpoint import format
 from falconet.config import rules
 from falconet.config.commands import TrainOptions
 from falconet.config.load import parse
@@ -13,7 +15,6 @@ from falconet.legacy.table import Place
 from falconet.legacy.translate import translate
 from falconet.optim.optimizers import set_lr
 from falconet.parallel.world import World
-from falconet.train.plan import Plan
 from falconet.train.run import begin
 
 SMALL = "--generated-data --iterations 8 --dataset imagenet --model-size 10 --image-size 32 --precision 32.32"
@@ -177,33 +178,28 @@ def test_the_rate_of_every_update_matches_the_closed_forms(schedule):
     assert found == pytest.approx([SCHEDULES[schedule](update, **known) for update in range(plan.updates)])
 
 
-AVERAGED = [  # what is saved, the epochs asked for
-    ("--ckpts-per-epoch 1", 1.0, 5),
-    ("--ckpts-per-epoch 4", 0.25, 3),
-    ("--epochs-per-ckpt 2", 2.0, 6),
-]
+AVERAGED = {  # what is saved: the checkpoints, by epochs, of the averages of the last 1 and 2
+    "--epochs 4 --ckpts-per-epoch 1": {"1": [3, 4], "2": [2, 3, 4]},
+    "--epochs 4 --ckpts-per-epoch 2": {"1": [3, 3.5, 4], "2": [2, 2.5, 3, 3.5, 4]},
+    "--epochs 5 --epochs-per-ckpt 2": {"1": [4, 5], "2": [4, 5]},
+}
 
 
-@pytest.mark.parametrize(("saves", "apart", "last"), AVERAGED)
-def test_an_average_of_the_last_epochs_includes_the_checkpoint_at_their_start(saves, apart, last):
-    """3.8: the mean of checkpoints whose epoch is at least final - N."""
-    line = f"--dataset imagenet --data-dir d --epochs 20 --batch-size 1000 {saves} --weight-avg-N {last}"
-    value = {setting.option: setting.values for setting in translate("tf1:train.py", line.split()).settings}
-    plan = Plan(
-        epochs=20,
-        images=80,
-        micro_batch=10,
-        accumulation=1,
-        replicas=1,
-        schedule=type("Eight", (), {"updates_per_epoch": 8})(),
-        logs_per_epoch=1,
-        validation_mode="none",
-        validation_frequency=1,
-        epochs_per_save=apart,
-    )
-    saved = [plan.epoch_at(update) for update in range(1, plan.updates + 1) if plan.saves_at(update)]
-    assert int(value["weight-avg-N"][0]) == sum(round(epoch, 1) >= round(saved[-1], 1) - last for epoch in saved)
-    assert float(value.get("checkpoint-save-freq", ("1",))[0]) == apart
+@pytest.mark.parametrize(("line", "expected"), AVERAGED.items())
+def test_averages_of_the_last_epochs_are_named_by_them_and_include_the_checkpoint_at_their_start(
+    falconet, line, expected
+):
+    """3.8: the mean of checkpoints whose epoch is at least final - N, in ckpt/weight_avg_N_<n>."""
+    asked = f"--generated-data --dataset cifar-10 --model-size 8 --batch-size 2 --no-validation {line}"
+    translation = translate("tf1:train.py", [*asked.split(), "--weight-avg-N", "1", "2"])
+    argv = " ".join(translation.argv())
+    answer = falconet(f"{argv} --iterations 4 --image-size 16 --run-dir r --device cpu --threads 1", "tensorflow")
+    assert answer.code == 0, answer.err
+    made = {
+        path.name.removeprefix("weight_avg_N_"): format.read_manifest(path).content["averaged"]["of"]
+        for path in Path("r/checkpoints").glob("weight_avg_*")
+    }
+    assert made == {name: [f"ckpt-{round(4 * epoch)}" for epoch in epochs] for name, epochs in expected.items()}
 
 
 BATCH_NORM = "--generated-data --model resnet --dataset"

@@ -104,9 +104,8 @@ TENSORFLOW = [
     ),
     # Averaging: the last 3 epochs are 4 checkpoints, the first one included.
     (f"{IMAGENET} --weight-avg-exp 0.97", {"weight-avg-strategy": "exponential", "weight-avg-exp-decay": "0.97"}),
-    (f"{IMAGENET} --weight-avg-N 3", {"weight-avg-strategy": "mean", "weight-avg-N": "4"}),
-    (f"{IMAGENET} --weight-avg-N 3 --ckpts-per-epoch 2", {"weight-avg-N": "7", "checkpoint-save-freq": "0.5"}),
-    (f"{IMAGENET} --weight-avg-N 8 --epochs-per-ckpt 4", {"weight-avg-N": "3", "checkpoint-save-freq": "4"}),
+    (f"{IMAGENET} --weight-avg-N 3", {"weight-avg-strategy": "mean", "weight-avg-epochs": "3"}),
+    (f"{IMAGENET} --weight-avg-N 8 --epochs-per-ckpt 4", {"weight-avg-epochs": "8", "checkpoint-save-freq": "4"}),
     # Norms.
     (
         f"{IMAGENET} --batch-norm --BN-decay 0.9 --BN-span 2 --replicas 4",
@@ -157,7 +156,7 @@ TENSORFLOW = [
     # 128 updates of 1,000 are an epoch of a tenth of 1,281,167 images.
     (
         f"{IMAGENET} --dataset-percentage-to-use 10 --batch-size 1000 --epochs 0.25",
-        {"dataset-percentage": "10", "updates": "32"},
+        {"dataset-percentage": "10", "epoch": "0.25"},
     ),
     ("--generated-data --dataset imagenet --iterations 10", {"data": "generated", "iterations": "10", "epoch": "1"}),
     ("--generated-data --dataset imagenet --iterations 10", {"warmup-epoch": "0"}),

@@ -26,11 +26,14 @@ def facts(**changes):
 def point(epoch, **changes):
     return Point(
         update=round(10 * epoch),
+        updates=10,
+        number=round(epoch),
         epoch=epoch,
         updates_per_epoch=10,
         epochs=30,
         global_batch=8,
         loss=0.75,
+        smoothing_loss=0.0,
         accuracy=62.5,
         lr=0.01,
         scale=None,

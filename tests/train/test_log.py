@@ -129,7 +129,9 @@ class Desk:
     def train(self, *losses, seconds=1.0):
         for loss in losses:
             self.clock.now += seconds
-            self.meter.add(Update(torch.tensor(loss), torch.tensor(2), torch.tensor(8), torch.tensor(0)))
+            self.meter.add(
+                Update(torch.tensor(loss), torch.tensor(0.0), torch.tensor(2), torch.tensor(8), torch.tensor(0))
+            )
             self.progress.update += 1
         self.meter.read()
 

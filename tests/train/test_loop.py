@@ -49,7 +49,7 @@ class Story:
     def step(self, micro_batches, *, update, lr):
         self.events.append(("step", micro_batches, update, lr))
         loss = torch.tensor(self.losses.get(update + 1, 0.1 * update))
-        return Update(loss, torch.tensor(1), torch.tensor(8), torch.tensor(0))
+        return Update(loss, 0 * loss, torch.tensor(1), torch.tensor(8), torch.tensor(0))
 
     def log_point(self, meter):
         self.events.append(("log", self.progress.update, meter.end_interval()))

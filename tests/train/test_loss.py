@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from falconet.train.loss import Loss
+from falconet.train.loss import Loss, WeightedLoss
 
 SMOOTHINGS = [0.0, 0.1, 0.9, 1.0]
 
@@ -47,6 +47,21 @@ def test_four_mixed_labels_follow_the_originals_formula():
     nll = sum(w * minus_log_p[:, label] for label, w in zip(labels, weights, strict=True))
     expected = (1 - smoothing) * nll + smoothing * minus_log_p.mean(1)
     np.testing.assert_allclose(Loss(classes, smoothing)(logits, targets).numpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
+@pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 1.0, 2.0, 0.25, 3.0])])
+def test_the_part_of_smoothing_follows_the_originals_formula(smoothing, weights):
+    """s of the mean of -log p; the rest is (1 - s) of the NLL."""
+    logits, labels = random_logits(5).double().requires_grad_(), torch.arange(7) % 5
+    loss = Loss(5, smoothing) if weights is None else WeightedLoss(5, smoothing, weights=weights.double())
+    losses, part = loss.parts(logits, one_hot(labels, 5).double())
+    each = torch.ones(5).double() if weights is None else weights.double()
+    minus_log_p = -logits.detach().log_softmax(1)
+    torch.testing.assert_close(part, smoothing * (each * minus_log_p).mean(1).sum())
+    nll = (each[labels] * minus_log_p[torch.arange(7), labels]).sum()
+    torch.testing.assert_close(losses.detach().sum() - part, (1 - smoothing) * nll)
+    assert not part.requires_grad
 
 
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)

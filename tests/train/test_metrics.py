@@ -15,6 +15,7 @@ def update(loss, correct=1, images=2, device="cpu"):
     number = torch.tensor(loss, dtype=torch.float32, device=device)
     return Update(
         number,
+        number / 4,
         torch.tensor(correct, device=device),
         torch.tensor(images, device=device),
         torch.tensor(0, device=device),
@@ -43,7 +44,7 @@ def test_totals_add_updates_in_order_however_often_they_are_read(reads):
         if read:
             meter.read()
     totals = meter.end_interval()
-    assert totals == Totals(len(LOSSES), expected, len(LOSSES), 2 * len(LOSSES))
+    assert totals == Totals(len(LOSSES), expected, len(LOSSES), 2 * len(LOSSES), smoothing=expected / 4)
     assert totals.mean_loss == expected / len(LOSSES)
     assert totals.accuracy == 50.0
 
@@ -51,10 +52,10 @@ def test_totals_add_updates_in_order_however_often_they_are_read(reads):
 def test_intervals_and_epochs_reset_independently():
     meter = Meter(Progress())
     add(meter, update(1.0), update(2.0))
-    assert meter.end_interval() == Totals(2, 3.0, 2, 4)
+    assert meter.end_interval() == Totals(2, 3.0, 2, 4, smoothing=0.75)
     add(meter, update(4.0))
-    assert meter.end_interval() == Totals(1, 4.0, 1, 2)
-    assert meter.end_epoch() == Totals(3, 7.0, 3, 6)
+    assert meter.end_interval() == Totals(1, 4.0, 1, 2, smoothing=1.0)
+    assert meter.end_epoch() == Totals(3, 7.0, 3, 6, smoothing=1.75)
     assert meter.progress.interval == meter.progress.epoch == Totals()
 
 

@@ -6,9 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from falconet.config.commands import TrainOptions
+from falconet.config.load import parse
+from falconet.config.settings import LINE, Setting
+from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError
 from falconet.optim.schedules import Schedule
-from falconet.train.plan import Plan, updates_in_epoch
+from falconet.train.plan import Plan, phases_of, plan_of, updates_in_epoch
 
 
 def plan(*, epochs=3, updates_per_epoch=10, **changes):
@@ -45,6 +49,33 @@ def test_log_points_are_evenly_spread_and_end_with_the_epoch(epochs, updates, lo
         assert logged[-1] == updates
         gaps = [b - a for a, b in zip([0, *logged], logged, strict=False)]
         assert max(gaps) - min(gaps) <= 1
+
+
+@given(some_epochs, some_updates, st.integers(1, 80), st.integers(0, 50))
+def test_log_points_lie_an_interval_apart_whatever_the_epochs(epochs, updates, interval, before):
+    made = plan(epochs=epochs, updates_per_epoch=updates, log_interval=interval, updates_before=before)
+    logged = [update - before for update in range(before + 1, made.updates + 1) if made.logs_at(update)]
+    assert logged == [*range(interval, epochs * updates, interval), epochs * updates]
+
+
+LENGTHS = {  # options, updates per epoch: updates, epochs begun
+    ("2.5", 4): (10, 3),
+    ("2.5", 3): (8, 3),  # 7.5, to the even one
+    ("30.5", 6): (183, 31),
+    ("3", 4): (12, 3),
+    ("3.0", 4): (12, 3),
+    ("0.01", 4): (1, 1),
+}
+
+
+@pytest.mark.parametrize(("asked", "length"), LENGTHS.items())
+def test_part_of_an_epoch_is_counted_in_the_updates_that_there_are(asked, length):
+    text, per_epoch = asked
+    options = parse(TrainOptions, [Setting("epoch", (text,), LINE), Setting("warmup-epoch", ("0",), LINE)]).options
+    (phase,) = phases_of(options)
+    made = plan_of(phase, images=8 * per_epoch + 1, shape=BatchShape(micro_batch=8), updates_before=0)
+    assert (made.updates, made.last_epoch) == length
+    assert made.schedule.epochs == pytest.approx(made.updates / per_epoch)  # a cosine ends with the training
 
 
 @given(some_epochs, some_updates, st.integers(1, 8), st.sampled_from(["none", "during", "after"]))

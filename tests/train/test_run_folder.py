@@ -31,7 +31,7 @@ def loaded(line=""):
 
 
 def test_runs_started_in_the_same_second_get_separate_folders():
-    folders = [run_folder.claim(loaded().options, restored=None) for _ in range(3)]
+    folders = [run_folder.claim(loaded().options) for _ in range(3)]
     name = "resnet8-cifar_digits_20261115-210000"
     assert [folder.name for folder in folders] == [name, f"{name}-2", f"{name}-3"]
     assert all(folder.is_dir() for folder in folders)
@@ -42,7 +42,7 @@ def test_runs_started_in_the_same_second_get_separate_folders():
 )
 def test_a_named_folder_is_not_created_in_advance(tmp_path, line, conventions):
     options = loaded(line).options
-    assert run_folder.claim(options, restored=None, conventions=CONVENTIONS[conventions]).name == "r"
+    assert run_folder.claim(options, CONVENTIONS[conventions]).name == "r"
     assert not (tmp_path / "r").exists()
 
 
@@ -50,7 +50,7 @@ def test_a_dangling_link_is_left_for_the_write_to_report(tmp_path):
     (tmp_path / "runs").mkdir()
     link = tmp_path / "runs/resnet8-cifar_digits_20261115-210000"
     link.symlink_to("nowhere")
-    assert run_folder.claim(loaded().options, restored=None).name == link.name
+    assert run_folder.claim(loaded().options).name == link.name
 
 
 def test_workers_that_never_start_leave_no_folder(tmp_path, monkeypatch):

@@ -254,7 +254,7 @@ class Counted:
 
     def __call__(self, micro_batches, *, update, lr):
         zero = torch.tensor(0)
-        return Update(torch.tensor(float(update)), zero, zero, zero)
+        return Update(torch.tensor(float(update)), zero, zero, zero, zero)
 
 
 def test_the_loss_is_shown_from_time_to_time():
@@ -272,7 +272,7 @@ def test_showing_the_loss_waits_for_no_device():
     loss = torch.full((), 2.5, device=device)
 
     def made(micro_batches, *, update, lr):
-        return Update(loss + update, loss, loss, loss)
+        return Update(loss + update, loss, loss, loss, loss)
 
     step = ShownStep(made, shown.append, device=device, clock=iter(range(1000)).__next__)
     torch.cuda.synchronize()

@@ -64,8 +64,8 @@ class Noise:
         return images
 
 
-def generate(*, images: int, image_size: int, classes: int, seed: int) -> Splits:
-    """Random images: `images` to train on, a tenth as many to validate; labels are the number modulo `classes`."""
+def generate(*, images: int, validated: int, image_size: int, classes: int, seed: int) -> Splits:
+    """Random images: `images` to train on, `validated` others to validate; labels are the number modulo `classes`."""
     names = tuple(str(label) for label in range(classes))
     size = BLOCK + image_size * image_size * 3
     drawn = words(
@@ -79,7 +79,7 @@ def generate(*, images: int, image_size: int, classes: int, seed: int) -> Splits
 
     return Splits(
         train=part(images, 0),
-        validation=part(max(1, images // 10), images),
+        validation=part(validated, images),
         native_size=image_size,
         mean=(0.5, 0.5, 0.5),
         std=(UNIFORM_STD, UNIFORM_STD, UNIFORM_STD),

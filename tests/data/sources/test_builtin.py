@@ -47,7 +47,7 @@ def test_the_constants_are_those_of_the_training_part(splits):
 
 
 def made(seed=1):
-    return builtin.generate(images=2000, image_size=8, classes=7, seed=seed)
+    return builtin.generate(images=2000, validated=200, image_size=8, classes=7, seed=seed)
 
 
 def everything(source):
@@ -82,5 +82,5 @@ def test_an_image_depends_only_on_its_number_and_the_seed():
 
 
 def test_images_take_no_memory_until_they_are_read():
-    splits = builtin.generate(images=10_000_000, image_size=600, classes=1000, seed=1)
+    splits = builtin.generate(images=10_000_000, validated=1_000_000, image_size=600, classes=1000, seed=1)
     assert splits.train.images[np.array([9_999_999])].shape == (1, 600, 600, 3)

@@ -1,0 +1,125 @@
+"""What the originals' users read of a run that was killed and restored: no row twice, nothing starts again."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from falconet.checkpoint import format
+from falconet.train.evaluate import Validation
+from falconet.train.log import Log
+from tiny import TINY
+
+LINE = f"train {TINY} --epoch 3 --logs-per-epoch 4 --checkpoints-kept all --label-smoothing 0.1"
+TIMED = ("train_img_per_sec", "it_time", "img_per_sec", "total_time", "val_time", "latency")
+
+
+class KilledError(Exception):
+    """Ends a run where `kill -9` would: nothing more is saved."""
+
+
+def killed(monkeypatch, falconet, line, conventions, *, owner, method, when):
+    """Run a line until `method` of `owner` has been called and `when` holds."""
+    plain = getattr(owner, method)
+
+    def call(own, *arguments):
+        result = plain(own, *arguments)
+        if when(own):
+            raise KilledError
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, method, call)
+        with pytest.raises(KilledError):
+            falconet(line, conventions)
+
+
+def rows(path, *, timed=False):
+    with Path(path).open(newline="") as file:
+        return [{name: row[name] for name in row if timed or name not in TIMED} for row in csv.DictReader(file)]
+
+
+def numbers(path):
+    return [json.loads(line)["update"] for line in Path(path).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("conventions", ["pytorch", "tensorflow"])
+def test_restored_run_leaves_the_files_of_a_straight_one(falconet, monkeypatch, conventions):
+    assert falconet(f"{LINE} --run-dir straight", conventions).code == 0
+    at = {"owner": Log, "method": "log", "when": lambda log: log.state.progress.update == 7}
+    killed(monkeypatch, falconet, f"{LINE} --run-dir other", conventions, **at)
+    assert [row["iteration"] for row in rows("other/training.csv")] == [str(number) for number in range(1, 8)]
+    answer = falconet("restore other", conventions)
+    assert answer.code == 0, answer.err
+    assert "update 4 of 12" in answer.out
+    for name in ("training.csv", "validation.csv"):
+        assert rows(f"other/{name}") == rows(f"straight/{name}")
+    for name in ("metrics.jsonl", "updates.jsonl"):
+        assert numbers(f"other/{name}") == numbers(f"straight/{name}")
+
+
+@pytest.mark.parametrize("conventions", ["pytorch", "tensorflow"])
+def test_validation_that_was_not_noted_in_the_checkpoint_is_listed_once(falconet, monkeypatch, conventions):
+    assert falconet(f"{LINE} --run-dir straight", conventions).code == 0
+    at = {"owner": Validation, "method": "run", "when": lambda validation: validation.state.progress.update == 8}
+    killed(monkeypatch, falconet, f"{LINE} --run-dir other", conventions, **at)
+    answer = falconet("restore other", conventions)
+    assert answer.code == 0, answer.err
+    for name in ("training.csv", "validation.csv"):
+        assert rows(f"other/{name}") == rows(f"straight/{name}")
+    assert numbers("other/metrics.jsonl") == numbers("straight/metrics.jsonl")
+
+
+def test_step_and_total_time_continue(falconet, monkeypatch):
+    monkeypatch.setattr("falconet.report.throughput.Stopwatch.lap", one_second_more)
+    assert falconet(f"{LINE} --epoch 1 --run-dir a", "tensorflow").code == 0
+    before = rows("a/training.csv", timed=True)[-1]
+    answer = falconet("restore a --epoch 2", "tensorflow")
+    assert answer.code == 0, answer.err
+    after = rows("a/training.csv", timed=True)[4:]
+    assert [row["step"] for row in after] == ["5", "6", "7", "8"]
+    assert float(after[0]["total_time"]) > float(before["total_time"])
+    assert "step:      5, iteration:      5" in answer.out
+
+
+def one_second_more(watch):
+    """A clock on which every reading takes a second of training."""
+    watch.seconds += 1.0
+    return watch.seconds, 0.0
+
+
+def test_popart_counts_its_steps_on(falconet):
+    assert falconet(f"{LINE} --epoch 1 --run-dir a", "popart").code == 0
+    assert "step:      5, epoch:" in falconet("restore a --epoch 2", "popart").out
+
+
+def test_means_weigh_the_first_interval_after_a_restore_by_its_updates(falconet):
+    line = f"train {TINY} --iterations 12 --logs-per-epoch 3 --checkpoints-kept all"
+    assert falconet(f"{line} --epoch 1 --run-dir a", "pytorch").code == 0
+    assert falconet("restore a --epoch 2", "pytorch").code == 0
+    second = rows("a/training.csv")[3:]
+    mean = sum(float(row["loss_batch"]) for row in second) / 3  # four updates each
+    assert float(second[-1]["loss_avg"]) == pytest.approx(mean, rel=1e-12)
+
+
+def test_checkpoint_has_the_loss_and_the_accuracy_of_its_epoch(falconet):
+    assert falconet(f"{LINE} --epoch 2 --run-dir a", "pytorch").code == 0
+    logged = rows("a/training.csv")
+    for folder, four in zip(format.checkpoints_in(Path("a")), (logged[:4], logged[4:]), strict=True):
+        stored = format.read_manifest(folder).metrics
+        assert stored["train_loss"] == pytest.approx(sum(float(row["loss_batch"]) for row in four) / 4)
+        assert stored["train_accuracy"] == pytest.approx(sum(float(row["train_accuracy_batch"]) for row in four) / 4)
+        assert f"(train loss: {stored['train_loss']}" in falconet(f"validate {folder}", "pytorch").out
+    assert json.loads(Path("a/metrics.jsonl").read_text().splitlines()[-2])["train/loss"] == float(
+        four[-1]["loss_batch"]
+    )
+
+
+def test_edited_table_does_not_stop_a_restore(falconet):
+    assert falconet(f"{LINE} --epoch 1 --run-dir a", "pytorch").code == 0
+    Path("a/training.csv").write_text("notes\nof mine\n")
+    Path("a/metrics.jsonl").write_text("nothing\n[1]\n")
+    answer = falconet("restore a --epoch 2", "pytorch")
+    assert answer.code == 0, answer.err
+    assert Path("a/training.csv").read_text().startswith("notes\nof mine\n")
