@@ -51,8 +51,8 @@ docs: .venv/installed-for-tests
 # The originals' targets. TurboJPEG's place is taken by our own decoder, whose source is here: nothing is fetched.
 all: install get-data install-turbojpeg
 
-get-data: .venv/installed
-	$(BIN)/python compat/pytorch/data/make_samples.py
+get-data:
+	@sh compat/pytorch/data/get_data.sh
 
 get-turbojpeg:
 	@echo "nothing to fetch: the decoder's source is in falconet/data/native/src"

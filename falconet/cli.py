@@ -56,10 +56,10 @@ def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET)
     except UserError as error:
         message = said_here(os.environ, str(error))
         if message is not None:
-            _complain(message, name if name in COMMANDS else "")
+            _complain(conventions.words(message), name if name in COMMANDS else "")
         return error.code
     except WorldError as error:
-        _complain(str(error), name)
+        _complain(conventions.words(str(error)), name)
         return FAILED
     except (Interrupted, KeyboardInterrupt):
         return INTERRUPTED

@@ -20,7 +20,7 @@ from falconet.legacy.conventions import CONVENTIONS
 # Variables that a terminal, a launcher or a user may have set and that change what Falconet does.
 INHERITED = re.compile(
     r"COLUMNS|LINES|(FORCE|NO)_COLOR|CLICOLOR\w*|TTY_\w+|DATA_DIR|FALCONET_\w+|WANDB_\w+"
-    r"|RANK|WORLD_SIZE|LOCAL_\w+|MASTER_\w+|TORCHELASTIC_\w+|SLURM_\w+|OMPI_\w+|PMI_\w+|MPI_\w+|HYDRA_\w+|TF_CONFIG"
+    r"|OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_\w+|MASTER_\w+|TORCHELASTIC_\w+|SLURM_\w+|OMPI_\w+|PMI_\w+|MPI_\w+|HYDRA_\w+|TF_CONFIG"
 )
 for name in filter(INHERITED.fullmatch, list(os.environ)):
     del os.environ[name]

@@ -24,6 +24,32 @@ class Series:
     latency: list[float]  # one batch at a time, until its scores have arrived
     throughput: list[float]  # consecutive batches
 
+    @staticmethod
+    def joined(several: Sequence["Series"]) -> "Series":
+        return Series(
+            latency=[one for each in several for one in each.latency],
+            throughput=[one for each in several for one in each.throughput],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a first batch shows."""
+
+    seconds: float  # on the slowest replica, after one that warms up
+    accuracy: float  # on the first batch of every replica, percent
+
+
+@torch.inference_mode()
+def try_out(predict: Predict, batch: Batch, *, world: World) -> Trial:
+    """Predict one batch twice, and time the second."""
+    images, labels = batch.images.to(world.device), batch.labels.to(world.device)
+    counts = torch.stack([(predict(images).argmax(1) == labels).sum(), (labels >= 0).sum()])
+    right, counted = world.sum(counts).tolist()
+    own = _timed(lambda one: predict(one).cpu(), images)
+    seconds = world.max(torch.tensor(own, dtype=torch.float64, device=world.device))
+    return Trial(seconds=float(seconds), accuracy=100.0 * right / max(1, counted))
+
 
 @torch.inference_mode()
 def measure_with_copy(predict: Predict, batches: Sequence[Batch], *, count: int, world: World) -> Series:
@@ -62,7 +88,7 @@ def measure_resident(predict: Predict, batches: Sequence[Batch], *, count: int, 
     return _everywhere(world, latency, _spacing(predict(one) for one in islice(cycle(images), count)))
 
 
-def _timed(call: Callable[[T], None], value: T) -> float:
+def _timed(call: Callable[[T], object], value: T) -> float:
     start = time.perf_counter()
     call(value)
     return time.perf_counter() - start

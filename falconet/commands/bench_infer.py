@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.bench.measurements import Measured, leave, settled
-from falconet.bench.timing import Predict, Series, measure_resident, measure_with_copy
+from falconet.bench.timing import Predict, Series, measure_resident, measure_with_copy, try_out
 from falconet.checkpoint import format
 from falconet.config import rules
 from falconet.config.commands import InferOptions, ValidateOptions
@@ -19,7 +19,7 @@ from falconet.config.load import Loaded, of_command, typed, unused_notes
 from falconet.config.options import share_of
 from falconet.config.settings import LINE, Setting
 from falconet.data.buffers import Batch
-from falconet.data.dataset import Dataset, open_dataset
+from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError, named_option
@@ -87,7 +87,7 @@ def _go(subject: Subject, world: World, conventions: Conventions) -> None:
     decided = []
     if options.inference.half_partial:
         allow_half_partials(world.device)
-        decided.append(describe_half_partials(world.device))
+        decided.append(describe_half_partials(REGIMES[options.machine.precision], world.device))
     share = share_of(options.workspace.available_memory_proportion, stage=0, stages=1)
     if share is not None:
         limit_workspace(share, world.device)
@@ -96,9 +96,11 @@ def _go(subject: Subject, world: World, conventions: Conventions) -> None:
         screen.line(text)
     if options.inference.plan:
         data = options.data
+        times = f"{options.inference.repeat} x " if options.inference.repeat > 1 else ""
+        limit = f", at most about {options.inference.seconds:g} s each" if options.inference.seconds else ""
         screen.line(
             f"would measure {options.model.model} in {options.machine.precision} on {world.device}:"
-            f" {min(data.iterations, MOST):,} batches of {data.micro_batch}, --data {data.data}"
+            f" {times}{min(data.iterations, MOST):,} batches of {data.micro_batch}{limit}, --data {data.data}"
         )
     elif options.inference.profile:
         _trace(subject, world)
@@ -170,7 +172,7 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
     path = options.input.checkpoint_input_path
     if path is None:
         data = options.data
-        images = open_dataset(data, model=options.model.model, global_batch=data.micro_batch, seed=0)
+        images = open_to_measure(data, model=options.model.model, global_batch=data.micro_batch, seed=0)
         model = build_model(options.model, classes=images.classes, seed=0)
         _give_weights(model, options, classes=images.classes, note=console.screen_of(world).line)
         with named_option("precision"):
@@ -214,16 +216,31 @@ def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note
 
 
 def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
-    options = subject.options
-    screen, count = console.screen_of(world), min(options.data.iterations, MOST)
-    if count < options.data.iterations:
-        screen.line(f"note: {count:,} of {options.data.iterations:,} batches are measured, which is enough")
+    options, screen = subject.options, console.screen_of(world)
     predict, batches = _predictor(subject, world), _batches(subject, world)
-    resident = measure_resident(predict, batches, count=count, world=world)
+    trial = try_out(predict, batches[0], world=world)
+    count, repeat = _count(options, trial.seconds, screen.line), options.inference.repeat
     on_host = options.data.data != "synthetic" and world.device.type == "cuda"
-    series = measure_with_copy(predict, batches, count=count, world=world) if on_host else resident
     per_batch = options.data.micro_batch * world.size
-    main, inner = (settled(each.throughput, each.latency, images=per_batch) for each in (series, resident))
+    copied: list[Series] = []
+    resident: list[Series] = []
+    for number in range(1, repeat + 1):
+        resident.append(measure_resident(predict, batches, count=count, world=world))
+        copied += [measure_with_copy(predict, batches, count=count, world=world)] if on_host else []
+        one = (copied or resident)[-1]
+        repetition = lines.Repetition(
+            model=options.model.model,
+            number=number,
+            of=repeat,
+            images=per_batch * count,
+            seconds=sum(one.throughput),
+            latencies=[1000 * seconds for seconds in one.latency],
+            accuracy=trial.accuracy,
+        )
+        for text in conventions.repetition(repetition):
+            screen.line(text)
+    series, inside = Series.joined(copied or resident), Series.joined(resident)
+    main, inner = (settled(each.throughput, each.latency, images=per_batch) for each in (series, inside))
     found = lines.Predictions(
         model=options.model.model,
         micro_batch=options.data.micro_batch,
@@ -242,7 +259,20 @@ def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
     for text in [*conventions.predictions(found), *ours]:
         screen.line(text)
     if world.is_first:
-        _write(options, series, resident, facts={"images_per_batch": per_batch, "peak_memory_bytes": peak})
+        _write(options, series, inside, facts={"images_per_batch": per_batch, "peak_memory_bytes": peak})
+
+
+def _count(options: InferOptions, seconds: float, say: Say) -> int:
+    """Batches of a repetition; one batch takes about so many seconds."""
+    asked, limit = options.data.iterations, options.inference.seconds
+    count = min(asked, MOST)
+    fitting = count if limit is None else min(count, max(1, int(limit / max(seconds, 1e-9))))
+    per = " per repetition" if options.inference.repeat > 1 else ""
+    if fitting < count:
+        say(f"note: {fitting:,} of {asked:,} batches are measured{per}, in about {limit:g} s (--seconds)")
+    elif count < asked:
+        say(f"note: {count:,} of {asked:,} batches are measured{per}, which is enough")
+    return fitting
 
 
 def _predictor(subject: Subject, world: World) -> Predict:

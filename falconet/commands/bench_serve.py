@@ -20,7 +20,7 @@ from falconet.config.commands import BenchServeOptions, ServeOptions
 from falconet.config.fields import options_of
 from falconet.config.load import Loaded, of_command
 from falconet.config.settings import LINE, Setting, spelled
-from falconet.data.dataset import Dataset, open_dataset
+from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, WorldError, named_option
@@ -129,7 +129,7 @@ def _images(options: BenchServeOptions) -> Dataset:
         raise ConfigError(
             "--data synthetic: exists only on the device, but requests come from the host; expected generated"
         )
-    return open_dataset(data, model=options.model.model, global_batch=data.micro_batch, seed=0)
+    return open_to_measure(data, model=options.model.model, global_batch=data.micro_batch, seed=0)
 
 
 def _job(options: BenchServeOptions, target: Target, tensors: Tensors, folder: Path) -> Job:

@@ -14,7 +14,7 @@ from falconet.config.commands import DataBenchOptions
 from falconet.config.load import Loaded, unused_notes
 from falconet.config.rules import boxes_used
 from falconet.data import input, measure
-from falconet.data.dataset import Dataset, open_dataset
+from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.measure import Pipeline, Stage
 from falconet.data.sources import folder
@@ -42,7 +42,7 @@ def _measured(loaded: Loaded[DataBenchOptions], world: World) -> int:
     options, say = loaded.options, console.screen_of(world).line
     for note in unused_notes(options, loaded.line):
         say(note)
-    images = open_dataset(
+    images = open_to_measure(
         options.data,
         model=options.model.model,
         global_batch=options.data.micro_batch,

@@ -37,7 +37,9 @@ def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) ->
     devices, what = processes.devices_of(stated.machine) if asked > 1 else (1, "")
     count = min(asked, devices)
     if count < asked:
-        console.spoken()(f"note: {asked} replicas requested, {what}: {count} measure, with the same result")
+        console.spoken(words=conventions.words)(
+            f"note: {asked} replicas requested, {what}: {count} measure, with the same result"
+        )
     if count > 1:
         from falconet.parallel.launch import Workers, launch  # torch.distributed takes a second to import
 
@@ -50,14 +52,15 @@ def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) ->
 
 def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: World) -> int:
     """Measure each model; the first process prints and writes."""
-    stated, screen = loaded.options, console.screen_of(world)
+    stated, screen = loaded.options, console.screen_of(world, words=conventions.words)
+    say = console.spoken(world, words=conventions.words)  # about this process
     path = stated.input.checkpoint_input_path
     folder = stated.table.output.parent if stated.table.output else _folder(path)
     style = conventions.style(RunLog(screen.line, folder if world.is_first else None))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for opened in _opened(loaded, screen.line, world):
             evaluate.require_accuracy(opened.images, "falconet validate")
-            style.validated(_validated(_timed(opened, stated, world), count=world.size))
+            style.validated(_validated(_timed(opened, stated, world, say), count=world.size))
         return 0
     rows: list[Accuracy] = []
     details: list[dict[str, object]] = []
@@ -67,7 +70,7 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
         answers, images, is_one = Collected(), len(_own(opened, world)), opened.images.label_sets is None
         with Counting(f"validating {opened.name}", total=images, quiet=not world.is_first) as counting:
             observers = [*([answers.add] if is_one else []), _counted(counting, images)]
-            _, found, _ = _timed(opened, stated, world, breakdown.several(*observers))
+            _, found, _ = _timed(opened, stated, world, say, breakdown.several(*observers))
         parts = (
             Breakdown.of(answers.read(world), opened.class_names)
             if is_one
@@ -110,7 +113,9 @@ def _own(opened: saved_model.Opened, world: World) -> range:
     return stretch(len(opened.images.validation), replicas=world.size, replica=world.rank)
 
 
-def _timed(opened: saved_model.Opened, stated: ValidateOptions, world: World, observe: Observe = overlook) -> Measured:
+def _timed(
+    opened: saved_model.Opened, stated: ValidateOptions, world: World, say: Say, observe: Observe = overlook
+) -> Measured:
     """Measure a model; the predictions of the better one of a checkpoint are written if that was asked for."""
     path = stated.table.predictions if opened.is_better else None
     with contextlib.ExitStack() as held:
@@ -127,7 +132,7 @@ def _timed(opened: saved_model.Opened, stated: ValidateOptions, world: World, ob
             )
             observe = breakdown.several(observe, written.add)
         start = time.perf_counter()
-        found = saved_model.measure(opened, console.spoken(world), observe, among=world)
+        found = saved_model.measure(opened, say, observe, among=world)
         seconds = time.perf_counter() - start
         if path is not None:
             _, *others = world.texts(rows.getvalue(), "gathering the predictions")

@@ -368,7 +368,7 @@ class Machine:
     precision: Literal["auto", "16.16", "16.32", "32.32", "bf16.bf16", "bf16.32"] = "32.32"
     """Formats of compute, and of weights and their update (docs/knowing/numerics.md); auto: bf16.32 on CUDA."""
     threads: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """CPU threads per process; auto: one per core, or as in the restored run, because the number changes bits."""
+    """CPU threads per process; auto: as in a restored run, else OMP_NUM_THREADS, else one per core. Changes bits."""
     deterministic: bool = True
     """On CUDA, use only deterministic kernels, so that a restored run equals an uninterrupted one bit for bit."""
 
@@ -388,7 +388,7 @@ class Numerics:
     auto_loss_scaling_period: Annotated[int, AtLeast(1)] = 1
     """Updates between changes of the automatic loss scale."""
     half_partial: bool = False
-    """Let matrix products accumulate in half precision, where the device can."""
+    """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
     enable_recompute: bool = False
     """Recompute activations in the backward pass instead of keeping all of them."""
     recompute_mode: Literal["none", "auto", "manual"] | None = None
@@ -500,7 +500,7 @@ class Logging:
     tensorboard: bool = local(False, again="continue the TensorBoard files")
     """Also write TensorBoard files to the run folder."""
     wandb: bool = local(False, again="continue uploading")
-    """Also log to Weights & Biases (WANDB_MODE=offline works)."""
+    """Also log to Weights & Biases; offline if there is no key or no connection."""
     profile: bool = local(False, again="trace updates")
     """Trace three updates with torch.profiler: profile.json (chrome://tracing) and profile.txt in the run folder."""
     wandb_project: str = local("falconet", again="upload to the same project")
@@ -642,12 +642,16 @@ class Inference:
     """Processes that predict in parallel, one per device; auto: as many as a launcher started, else 1."""
     pipeline_splits: tuple[str, ...] = local(())
     """Layers that start a stage on another device, for a model too large for one; auto:N: N balanced stages."""
+    repeat: Annotated[int, AtLeast(1)] = 1
+    """Repetitions of --iterations batches, with a line for each of several."""
+    seconds: Annotated[float, MoreThan(0)] | None = None
+    """About how long a repetition may take: fewer batches than --iterations, but at least one."""
     output: Path | None = local(None)
     """Also write every latency and the result to this JSON file."""
     weights: Literal["random", "pretrained", "auto"] = local("random")
     """pretrained: timm's, from the Hugging Face cache or the network; auto: those if available, else random."""
     half_partial: bool = False
-    """Let matrix products accumulate in half precision, where the device can."""
+    """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
     profile: bool = local(False)
     """Instead, trace three batches with torch.profiler: profile/profile.json (chrome://tracing) and profile.txt."""
     plan: bool = local(False)
@@ -739,7 +743,7 @@ class Serving:
     capture: bool = True
     """On CUDA, capture each batch size as a graph and replay it: the same scores, less CPU work."""
     half_partial: bool = False
-    """Let matrix products accumulate in half precision, where the device can."""
+    """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)

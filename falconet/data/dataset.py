@@ -332,6 +332,13 @@ def open_dataset(
     return opened
 
 
+def open_to_measure(data: Data, *, model: str, global_batch: int, seed: int, use_objects: UseObjects = "no") -> Dataset:
+    """The data for measurements of speed, which need no classes: photos may lie directly in the folder."""
+    if data.data == "folder" and data.data_dir is not None and layout.is_flat(data.data_dir):
+        return prepared(layout.unlabelled(data.data_dir, classes=IMAGENET_CLASSES), data, size=_image_size(data, model))
+    return open_dataset(data, model=model, global_batch=global_batch, seed=seed, use_objects=use_objects)
+
+
 def published_dataset(data: Data, *, model: str, percentage: float = 100.0) -> Dataset | None:
     """The data as it was published, for a plan; None if it can be opened, or its size is unknown."""
     splits = published(data.data, data.data_dir)

@@ -220,6 +220,19 @@ def splits_of(
     )
 
 
+def is_flat(place: Path) -> bool:
+    """Whether photos lie directly in a folder, with neither class folders nor a table."""
+    is_plain = place.is_dir() and not folder.subfolders(place) and not photo_table.find(place).paths
+    return is_plain and folder.has_photos(place)
+
+
+def unlabelled(place: Path, *, classes: int) -> Splits:
+    """The photos of a flat folder, each of which trains and validates, of no known one of so many classes."""
+    found = folder.listed(place)
+    source = FileSource(found.root, found.names, found.labels, tuple(str(number) for number in range(classes)))
+    return splits_of(source, source, layout="photos without classes", notes=found.notes())
+
+
 def _unknown(place: Path) -> str:
     """Why these are no photos with classes, and what was expected."""
     found = folder.listed(place)

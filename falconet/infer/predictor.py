@@ -129,5 +129,5 @@ def open_served(line: Sequence[Setting], say: Say) -> tuple[Classifier, ServeOpt
         say(f"averages the logits of {views.describe(classifier.tta)}")
     if options.serving.half_partial:
         allow_half_partials(classifier.device)
-        say(describe_half_partials(classifier.device))
+        say(describe_half_partials(classifier.regime, classifier.device))
     return classifier, options

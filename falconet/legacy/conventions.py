@@ -7,13 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import cache, partial
 from pathlib import Path
-from statistics import fmean, harmonic_mean, pstdev, quantiles
+from statistics import fmean, pstdev, quantiles
 
 import falconet
+from falconet.legacy.translate import TRAINERS
 from falconet.report import folders
 from falconet.report.folders import RunShape
-from falconet.report.inference import Predictions, TimedBatch
+from falconet.report.inference import Predictions, Repetition, TimedBatch
 from falconet.report.styles import FALCONET, Conventions, Facts, Origin, Point, RunLog, Table, Validated
 
 _DATA_MODES = {"folder": "real"}  # in the PyTorch program's words
@@ -406,18 +408,50 @@ def pytorch_predictions(found: Predictions) -> list[str]:
     return [f"[INFO] {'-' * 91}", f"[INFO] {found.model} results:", *(f"[INFO] \n\t{text}" for text in texts)]
 
 
-def tensorflow_predictions(found: Predictions) -> list[str]:
-    """The two lines of its validation, with no accuracy: the weights are random."""
-    rates, latencies = found.rates, found.latencies
+def tensorflow_repetition(found: Repetition) -> list[str]:
+    """The two lines of its validation: all images over all seconds of the pass, as in the original."""
+    latencies = found.latencies
     points = quantiles(latencies, n=1000, method="inclusive") if len(latencies) > 1 else [latencies[0]] * 999
-    whole = harmonic_mean(rates)  # all images over all seconds, as in the original; the mean of the rates is higher
-    seconds = len(rates) * found.micro_batch * found.devices / whole
+    mean = fmean(latencies)
     return [
-        f"Latencies - avg: {fmean(latencies):8.4f}, 99th percentile: {points[989]:8.4f},"
+        f"Latencies - avg: {mean:8.4f}, 99th percentile: {points[989]:8.4f},"
         f" 99.9th percentile: {points[998]:8.4f}, max: {max(latencies):8.4f}",
-        f"Validation top-1 accuracy [{found.model}] (iteration: {0:6d}, epoch: {0:6.2f}, img/sec: {whole:6.2f},"
-        f" time: {seconds:8.6f}, latency (ms): {fmean(latencies):8.4f}): {float('nan'):6.3f}%",
+        f"Validation top-1 accuracy [{found.model}] (iteration: {0:6d}, epoch: {0:6.2f},"
+        f" img/sec: {found.images_per_second:6.2f}, time: {found.seconds:8.6f}, latency (ms): {mean:8.4f}):"
+        f" {found.accuracy:6.3f}%",
     ]
+
+
+# Options whose values an original computes from its own option, which is still the one to change.
+_COMPUTED = frozenset({"lr", "updates", "run-dir", "micro-batch-size", "checkpoint-input-path"})
+
+
+@cache
+def _names(dialect: str) -> dict[str, str]:
+    """Canonical options, without dashes, that an original's trainer has under another name."""
+    options = [option for program in TRAINERS if program.dialect == dialect for option in program.options]
+    found: dict[str, str] = {}
+    for option in options:
+        is_same = option.effect.startswith("the same") or bool(_COMPUTED & {*option.new[:1]})
+        if option.new and is_same and option.name.startswith("--"):
+            found.setdefault(option.new[0], option.name)
+    return {new: name for new, name in found.items() if name != f"--{new}"}
+
+
+def own_words(text: str, *, dialect: str) -> str:
+    """A line with the options as an original names them, except in commands: in backticks, or after `falconet`.
+
+    What comes before a colon is an error's subject, whose value may be computed; the translation names its source.
+    """
+    names = _names(dialect)
+    if "--" not in text or not names:
+        return text
+    pattern = re.compile(rf"(?<![\w-])--({'|'.join(map(re.escape, names))})(?![\w:-])")
+    parts = text.split("`")
+    for place in range(0, len(parts), 2):
+        said, falconet, command = parts[place].partition("falconet ")
+        parts[place] = pattern.sub(lambda found: names[found[1]], said) + falconet + command
+    return "`".join(parts)
 
 
 def _program(name: str) -> tuple[str, ...]:
@@ -437,23 +471,27 @@ CONVENTIONS = {
         ),
         options_file="app.json",
         logs_where_it_saves=True,
+        words=partial(own_words, dialect="pytorch"),
         program=_program("pytorch"),
     ),
     "tensorflow": Conventions(
         style=TensorFlow,
         run_folder=tensorflow_folder,
-        predictions=tensorflow_predictions,
+        predictions=lambda _: [],
         tables=(
             Table(name="training.csv", update="iteration"),
             Table(name="validation.csv", update="iteration", is_of_validations=True),
         ),
         options_file="arguments.json",
+        repetition=tensorflow_repetition,
+        words=partial(own_words, dialect="tf1"),
         program=_program("tensorflow"),
     ),
     "popart": Conventions(
         style=PopArt,
         run_folder=popart_folder,
         predictions=FALCONET.predictions,
+        words=partial(own_words, dialect="popart"),
         program=_program("popart"),
     ),
 }

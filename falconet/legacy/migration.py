@@ -1,32 +1,85 @@
 """The originals' options in words: `--help` of each program, and docs/originals/migration.md."""
 
+import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from falconet.legacy.table import Old, Program, expected
-from falconet.legacy.translate import PROGRAMS
+from falconet.config.commands import COMMANDS
+from falconet.config.fields import options_of
+from falconet.errors import ConfigError
+from falconet.legacy.table import OfModel, Old, Place, Program, Values, expected
+from falconet.legacy.translate import PROGRAMS, command_without_options, from_line
 
 
-def help_of(program: Program) -> str:
-    """What `--help` prints."""
+def help_of(program: Program, words: Sequence[str] = ()) -> str:
+    """What `--help` prints; `words`: the rest of the line, which may name a model that has options and defaults."""
     lines = [
         f"usage: {program.script} [options] [--show-translation]",
         "",
         f"{program.about}; a program of an original, run by {command_of(program)}.",
         "",
     ]
-    for option in program.rows:
-        lines.append("  " + ", ".join(option.names) + _value(option) + _default(option))
-        lines += textwrap.wrap(
-            f"{becomes_text(option)}: {option.effect}", 110, initial_indent="      ", subsequent_indent="      "
-        )
+    model = _model_typed(program, words)
+    first = [option for option in program.rows if model and option.name in model.options]
+    others = [option for option in program.rows if not model or option.name not in (*model.options, *model.hidden)]
+    if model:
+        lines += [f"{model.title}:", *(line for option in first for line in _help(option, program, model)), ""]
+        lines += ["every model (defaults are those of this one):"]
+    lines += [line for option in others for line in _help(option, program, model)]
     lines += ["", "  -- OPTIONS", "      Falconet's options, not translated: -- --device cpu --image-size 64"]
     lines += [
         "  --show-translation",
         "      prints the canonical command line and notes on what is different, and exits",
     ]
     return "\n".join(lines)
+
+
+def _model_typed(program: Program, words: Sequence[str]) -> OfModel | None:
+    """What the line says about the model; a line with a mistake is not asked."""
+    if program.of_model is None:
+        return None
+    try:
+        given = from_line(program, [word for word in words if word not in ("-h", "--help")])
+        if "--model" not in given:
+            return None
+        known = {option.name: option for option in program.rows}
+        return program.of_model(Values(known, {"--dataset": ("imagenet",), **given}, Place()))
+    except ConfigError:
+        return None
+
+
+def _help(option: Old, program: Program, model: OfModel | None) -> list[str]:
+    """An option with its default, what it means, and what it becomes."""
+    default = (model.defaults if model else {}).get(option.name, option.default)
+    shown = f" (default {default})" if default is not None else ""
+    text = f"{becomes_text(option)}: {option.effect}"
+    meaning = _meaning(option, program)
+    return [
+        "  " + ", ".join(option.names) + _value(option) + shown,
+        *textwrap.wrap(
+            f"{meaning} Here {text}" if meaning else text,
+            110,
+            initial_indent="      ",
+            subsequent_indent="      ",
+            break_on_hyphens=False,
+        ),
+    ]
+
+
+_AUTOMATIC = re.compile(
+    r"; auto:.*?(?=\.( |$))| None removes a stored value\."
+)  # values that the originals did not have
+
+
+def _meaning(option: Old, program: Program) -> str:
+    """In its own words, or those of the first canonical option that it sets, in the first command that has it."""
+    if option.about or not option.new:
+        return option.about
+    commands = [COMMANDS[name] for name in (command_without_options(program), *COMMANDS) if name in COMMANDS]
+    found = next((known[option.new[0]].help for known in map(options_of, commands) if option.new[0] in known), "")
+    text = _AUTOMATIC.sub("", found)
+    return f"Without it: {text}" if text and option.name.startswith("--no-") else text
 
 
 def command_of(program: Program) -> str:
@@ -48,10 +101,6 @@ def _value(option: Old) -> str:
         return ""
     kind = "{" + ",".join(option.choices) + "}" if option.choices else expected(option).split()[-1].upper()
     return {"one": f" {kind}", "some": f" {kind} ...", "maybe": f" [{kind}]"}[option.count]
-
-
-def _default(option: Old) -> str:
-    return f" (default {option.default})" if option.default is not None else ""
 
 
 _IPU = "accepted; there is no IPU to reserve"

@@ -8,7 +8,7 @@ before the command.
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -17,11 +17,11 @@ from falconet import exits
 
 with exits.at_once():  # the first 0.3 s of every program
     from falconet import cli
-    from falconet.errors import UserError, did_you_mean
+    from falconet.errors import DataError, UserError, did_you_mean
     from falconet.exits import DONE, INTERRUPTED, MISTAKE
     from falconet.legacy.conventions import CONVENTIONS
     from falconet.legacy.migration import help_of
-    from falconet.legacy.table import Place
+    from falconet.legacy.table import Needs, Place
     from falconet.legacy.translate import program_named, translate
     from falconet.parallel.environment import REPLICAS, find_place
     from falconet.report.folders import RUNS
@@ -37,13 +37,15 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     cli.show_any_name()
     try:
         if {"-h", "--help"} & set(words):
-            _print(help_of(program_named(program)))
+            _print(help_of(program_named(program), words))
             return DONE
         place = _place(Path(script), os.environ)
         translation = translate(program, [word for word in words if word != SHOW], place=place)
         if SHOW in words:
             _print("\n".join([translation.line(ours), *(f"note: {note}" for note in translation.notes)]))
             return DONE
+        if not any(word.startswith("--data") for word in ours):  # which names other images
+            _require(translation.needs)
     except UserError as error:
         if _is_first(os.environ):
             print(f"{name}: {error}", file=sys.stderr)  # noqa: T201
@@ -53,7 +55,7 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     if _is_first(os.environ):
-        for note in translation.notes:
+        for note in (*translation.notes, *_overruled(translation.environment, os.environ)):
             print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
     for variable, value in translation.environment.items():
         os.environ[variable] = os.environ.get(variable) or value
@@ -103,6 +105,21 @@ def _conventions(name: str, stored: Mapping[str, object] | None) -> Conventions:
     if stored is None or known.options_file is None:
         return known
     return replace(known, typed=stored, program=(*known.program, json.dumps(stored)))
+
+
+def _require(needs: Sequence[Needs]) -> None:
+    for need in needs:
+        if not need.folder.is_dir():
+            raise DataError(f"{need.folder}: no such folder; {need.how}")
+
+
+def _overruled(asked: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[str]:
+    """Variables that are set already and so take precedence over what the line asks for."""
+    for variable, value in asked.items():
+        found = environment.get(variable)
+        if found and found != value:
+            whose = ", set by `gc-profile -d` or `falconet bench`," if variable == RUNS else ""
+            yield f"{variable}={found}{whose} takes precedence over {value}, which this line asks for"
 
 
 def _print(text: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from falconet.errors import ConfigError
 from falconet.legacy.pytorch_training import COMMON, IMAGENET, OFFLINE, TRAINING, first_weights
-from falconet.legacy.table import Effect, Note, Program, To, Values, becomes, nothing, part_of, same, unused
+from falconet.legacy.table import Effect, Needs, Note, Program, To, Values, becomes, nothing, part_of, same, unused
 
 BOXES = "imagenet_2012_bounding_boxes.csv"
 # The name of a served test, as pytest gives it: test_single_model[resnet50-resnet50-RequestType.SYNC-1].
@@ -36,20 +36,22 @@ def require_partners(old: Values) -> None:
         raise ConfigError(f"--micro-batch-size: got {size}, expected at least {least} for {asked_by}")
 
 
-def samples(old: Values) -> str:
-    """Where `make get-data` puts the sample photos: beside the program's folder."""
-    folder = old.place.folder
-    return str(folder.parent / "data" / "images") if folder else "data/images"
+def samples(old: Values) -> Iterable[Effect]:
+    """The sample photos, which `make get-data` puts beside the program's folder."""
+    above = old.place.folder.parent if old.place.folder else Path()
+    folder = above / "data" / "images"
+    yield To("data", ("folder",))
+    yield To("data-dir", (str(folder),))
+    how = f"`make get-data` in {above} puts sample photos there, your own can be copied there, and --data generated"
+    yield Needs(folder, f"{how} needs none")
 
 
 def inference_data(old: Values) -> Iterable[Effect]:
     """The original read its sample photos once and repeated them; ours is any folder of photos."""
-    kind = old.text("--data")
-    if kind != "real":
-        yield To("data", (kind,))
-        return
-    yield To("data", ("folder",))
-    yield To("data-dir", (samples(old),))
+    if old.text("--data") == "real":
+        yield from samples(old)
+    else:
+        yield To("data", (old.text("--data"),))
 
 
 def weights(old: Values) -> Iterable[Effect]:
@@ -116,9 +118,10 @@ def served_port(old: Values) -> Iterable[Effect]:
 def bench_data(old: Values) -> Iterable[Effect]:
     """The original used the boxes of objects, and needed their file."""
     kind = old.text("--data")
-    yield To("data", ("folder" if kind == "real" else kind,))
     if kind == "real":
-        yield To("data-dir", (samples(old),))
+        yield from samples(old)
+    else:
+        yield To("data", (kind,))
     if kind == "imagenet" and Path(_imagenet(old), BOXES).is_file():
         yield To("use-bbox-info")
         yield To("object-overlap", ("crop",))

@@ -32,6 +32,7 @@ IMAGENET_PIXELS = (("0.485", "0.456", "0.406"), ("0.229", "0.224", "0.225"))  # 
 IMAGENET = "/localdata/datasets/imagenet-raw-data"  # the original's default
 OFFLINE = "there is no ahead-of-time compilation; the plan is printed instead, without running it"
 MEMORY = "the same share, of the GPU's memory: cuDNN's workspace for a convolution"
+EXCHANGE = "cuDNN chooses convolutions by speed; --available-memory-proportion limits the memory that they may take"
 FP_EXCEPTIONS = "always on: a loss that is not finite stops the run and names the update"
 
 
@@ -323,7 +324,7 @@ COMMON: tuple[Old, ...] = (
         "--device-iterations", "whole", "1", "iterations", device_iterations, "scales --iterations; otherwise noted"
     ),
     same("--half-partial", "flag"),
-    nothing("--exchange-memory-target", "text", IPU, choices=("cycles", "balanced", "memory")),
+    nothing("--exchange-memory-target", "text", EXCHANGE, choices=("cycles", "balanced", "memory")),
     same("--norm-type", "text", "batch", aliases=("--normlayer",), choices=("batch", "group", "none")),
     becomes("--norm-eps", "number", "1e-05", "norm-eps", norm_eps, "the same, for batch norm too"),
     same("--norm-num-groups", "whole", "32", aliases=("--groupnorm-group-num",)),

@@ -35,7 +35,15 @@ class Variable:
     value: str
 
 
-Effect = To | Note | Variable
+@dataclass(frozen=True)
+class Needs:
+    """A folder that must be there before the line runs, and how to get it."""
+
+    folder: Path
+    how: str
+
+
+Effect = To | Note | Variable | Needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +126,7 @@ class Old:
     required: bool = False
     lower: bool = False  # upper and lower case are the same
     least: int | None = None  # the smallest valid number
+    about: str = ""  # what it means; empty: the same as the first canonical option that it sets
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,6 +135,16 @@ class Old:
     @property
     def has_effect(self) -> bool:
         return bool(self.new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfModel:
+    """What the help of a program shows for the model that was typed."""
+
+    title: str
+    options: tuple[str, ...]  # which only this model has
+    hidden: tuple[str, ...]  # which only others have
+    defaults: Mapping[str, str]  # of options whose default depends on the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +160,7 @@ class Program:
     settled: Callable[[Values], Mapping[str, object]] = lambda _: {}  # defaults that it computes, by option
     lacks: Callable[[Values], Collection[str]] = lambda _: ()  # options that it has with another model only
     rule: Rule | None = None  # what it always sets
+    of_model: Callable[[Values], OfModel] | None = None
     word: Old | None = None  # the words that belong to no option, such as a path; None: there are none
 
     @property
@@ -157,7 +177,7 @@ class Program:
         return self.name.partition(":")[2].rpartition("/")[2]
 
 
-IPU = "tuned the IPU only; no effect here"
+IPU = "tuned the IPU only"
 STORED = {"--no-validation": "validation", "--gc-profile": "profile"}  # where argparse stored them under another name
 
 

@@ -7,7 +7,21 @@ from math import ceil
 from falconet.errors import ConfigError
 from falconet.legacy import tensorflow_facts
 from falconet.legacy.pytorch_training import MEMORY
-from falconet.legacy.table import Effect, Note, Old, Program, To, Values, becomes, nothing, part_of, same, short, unused
+from falconet.legacy.table import (
+    Effect,
+    Note,
+    OfModel,
+    Old,
+    Program,
+    To,
+    Values,
+    becomes,
+    nothing,
+    part_of,
+    same,
+    short,
+    unused,
+)
 from falconet.legacy.tensorflow_machine import MACHINE
 from falconet.legacy.tensorflow_model import DATA, MODEL, own
 from falconet.legacy.tensorflow_output import OUTPUT
@@ -22,6 +36,7 @@ OF_FAMILY = {  # options that only one family of models had
     "resnext": ("--convolution-groups", "--widenet"),
     "squeezenet": ("--use-bypass",),
 }
+PASS_SECONDS = "3"  # of a pass that measures speed: as steady as the minutes that 50,000 images take
 VALIDATION_IMAGES = {"imagenet": 50_000, "cifar-10": 10_000, "cifar-100": 10_000}
 _Holds = Callable[[Values], bool]
 
@@ -52,6 +67,18 @@ def refuse_other_families(old: Values) -> None:
     for name, family in of_other_families(old).items():
         if old.given(name):
             raise ConfigError(f"{name}: is for --model {family}, not {tensorflow_facts.family(old)}")
+
+
+def of_model(old: Values) -> OfModel:
+    """The options of the chosen model; --group-dim and --groups are those of several."""
+    kind = tensorflow_facts.family(old)
+    shared = () if kind in ("resnet", "squeezenet") else ("--group-dim",)
+    return OfModel(
+        title=f"{kind} {tensorflow_facts.size(old)} on {tensorflow_facts.dataset(old)}",
+        options=("--model-size", *shared, *OF_FAMILY.get(kind, ())),
+        hidden=tuple(name for other, names in OF_FAMILY.items() if other != kind for name in names),
+        defaults=tensorflow_facts.defaults(old),
+    )
 
 
 def without_effect(old: Values) -> Iterable[Effect]:
@@ -189,16 +216,23 @@ def memory_share(old: Values) -> Iterable[Effect]:
 
 
 def passes(old: Values) -> Iterable[Effect]:
-    """The batches of that many passes over the validation images."""
-    batches = ceil(VALIDATION_IMAGES[tensorflow_facts.dataset(old)] / (tensorflow_facts.micro_batch(old) * copies(old)))
-    yield To("iterations", (str(old.whole("--repeat") * batches),))
+    """That many passes over the validation images, each of which ends after a few seconds."""
+    yield To("iterations", (str(_batches(old)),))
+    yield To("repeat", (old.text("--repeat"),))
+    yield To("seconds", (PASS_SECONDS,))
+
+
+def _batches(old: Values) -> int:
+    """Of one pass over the validation images."""
+    return ceil(VALIDATION_IMAGES[tensorflow_facts.dataset(old)] / (tensorflow_facts.micro_batch(old) * copies(old)))
 
 
 def shared_passes(old: Values) -> Iterable[Effect]:
-    """The same, divided among the threads."""
-    for effect in passes(old):
-        assert isinstance(effect, To)
-        yield To("iterations", (str(ceil(int(effect.values[0]) / _threads(old))),))
+    """The same; several threads divide the batches of all passes."""
+    if _threads(old) == 1:
+        yield from passes(old)
+    else:
+        yield To("iterations", (str(ceil(old.whole("--repeat") * _batches(old) / _threads(old))),))
 
 
 def valid_batch(old: Values) -> Iterable[Effect]:
@@ -224,9 +258,9 @@ _VALIDATING: tuple[Old, ...] = (
         "--repeat",
         "whole",
         "1",
-        "iterations",
+        "repeat iterations seconds",
         repeats,
-        "without --restore-path: passes over the validation images",
+        "without --restore-path: passes over the validation images, each with its line and cut after 3 seconds",
         least=1,
     ),
     nothing("--inference", "text", "results are always printed"),
@@ -323,6 +357,7 @@ PROGRAMS = (
         settled=tensorflow_facts.settled,
         lacks=of_other_families,
         rule=training,
+        of_model=of_model,
     ),
     Program(
         name="tf1:validation.py",
@@ -331,6 +366,7 @@ PROGRAMS = (
         about="the accuracy of checkpoints; without --restore-path, how fast the model predicts",
         conventions="tensorflow",
         rule=predicting,
+        of_model=of_model,
     ),
     Program(
         name="tf1:restore.py",
@@ -398,5 +434,6 @@ PROGRAMS = (
         about="how fast the model predicts: `falconet bench infer`, or `bench serve` with --num-inference-thread",
         conventions="tensorflow",
         rule=predicting,
+        of_model=of_model,
     ),
 )

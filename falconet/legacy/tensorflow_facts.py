@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from falconet.errors import ConfigError
-from falconet.legacy.table import Values, power_of_two
+from falconet.legacy.table import Values, power_of_two, short
 from falconet.legacy.tensorflow_variables import Network, find, weights_of
 
 IMAGES = {"imagenet": 1_281_167, "cifar-10": 50_000, "cifar-100": 50_000}
@@ -23,6 +23,19 @@ CIFAR_SIZES = {
     "resnext": CIFAR_BOTTLENECKS,
     "efficientnet": ("CIFAR", *IMAGENET_SIZES["efficientnet"]),
     "squeezenet": ("1.0",),
+}
+
+
+EFFICIENTNETS = {  # width, depth, image size, dropout, after Tan and Le
+    "B0": ("1.0", "1.0", "224", "0.2"),
+    "B1": ("1.0", "1.1", "240", "0.2"),
+    "B2": ("1.1", "1.2", "260", "0.3"),
+    "B3": ("1.2", "1.4", "300", "0.3"),
+    "B4": ("1.4", "1.8", "380", "0.4"),
+    "B5": ("1.6", "2.2", "456", "0.4"),
+    "B6": ("1.8", "2.6", "528", "0.5"),
+    "B7": ("2.0", "3.1", "600", "0.5"),
+    "CIFAR": ("0.5", "1.0", "32", "0.0"),
 }
 
 
@@ -276,3 +289,26 @@ def trained(old: Values) -> tuple[str, ...]:
     filtered = find(own, old.texts("--variable-filter")).weights if old.given("--variable-filter") else None
     weights = (name for name in weights_of(own) if "running_" not in name)
     return tuple(name for name in weights if filtered is None or name in filtered)
+
+
+def defaults(old: Values) -> dict[str, str]:
+    """Options whose default depends on the model and the data, for a model that exists."""
+    model(old)  # refuses an unknown size
+    kind, known = family(old), {"--model-size": size(old), "--batch-size": str(micro_batch(old))}
+    known |= {
+        "--epochs": short(epochs(old)),
+        "--base-learning-rate": short(base_exponent(old)),
+        "--weight-decay": short(weight_decay(old)),
+        "--image-size": "224" if is_imagenet(old) else "32",
+    }
+    if kind != "squeezenet":
+        known["--groups"] = str(groups(old))
+    if kind == "resnext":
+        known |= {"--convolution-groups": "32", "--group-dim": "4"}
+    if kind == "efficientnet":
+        width, depth, side, dropout = EFFICIENTNETS[size(old)]
+        known |= {"--width-coefficient": width, "--depth-coefficient": depth, "--dropout-rate": dropout}
+        known |= {"--group-dim": "1", "--expand-ratio": "6", "--depth-divisor": "8", "--top-width": "1280"}
+        if is_imagenet(old):
+            known |= {"--image-size": side, "--label-smoothing": "0.1", "--rmsprop-base-decay-exp": "-14"}
+    return known

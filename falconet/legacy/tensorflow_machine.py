@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from falconet.errors import ConfigError
 from falconet.legacy import tensorflow_facts
 from falconet.legacy.layer_names import legal_splits, tensorflow_layer
-from falconet.legacy.pytorch_training import FP_EXCEPTIONS, MEMORY, OFFLINE
+from falconet.legacy.pytorch_training import EXCHANGE, FP_EXCEPTIONS, MEMORY, OFFLINE
 from falconet.legacy.table import IPU, Effect, Note, Old, To, Values, Variable, becomes, nothing, part_of, same, short
 
 SELECT = "devices are chosen by CUDA_VISIBLE_DEVICES"
@@ -261,7 +261,7 @@ MACHINE: tuple[Old, ...] = (
     nothing("--min-remote-tensor-size", "whole", "--offload-optimizer moves all of the state", "128"),
     nothing("--gather-conv-output", "flag", IPU),
     nothing("--enable-conv-dithering", "flag", IPU),
-    nothing("--internal-exchange-optimisation-target", "text", IPU, choices=("balanced", "cycles", "memory")),
+    nothing("--internal-exchange-optimisation-target", "text", EXCHANGE, choices=("balanced", "cycles", "memory")),
     becomes("--compile-only", "flag", None, "plan", compile_only, OFFLINE),
     nothing("--on-demand", "flag", IPU),
     nothing("--prefetch-depth", "whole", "the loader reads ahead, within a limit of bytes"),

@@ -186,7 +186,14 @@ MODEL: tuple[Old, ...] = (
         model,
         "with --model-size: resnet 50 is resnet50, efficientnet B0 is efficientnet-b0; squeezenet has one size",
     ),
-    part_of("--model-size", "text", None, "model", "a part of the model's name"),
+    part_of(
+        "--model-size",
+        "text",
+        None,
+        "model",
+        "a part of the model's name",
+        about="The layers of a resnet or resnext; B0 to B7, also 0 to 7, of an efficientnet.",
+    ),
     becomes(
         "--batch-norm",
         "flag",
@@ -200,9 +207,17 @@ MODEL: tuple[Old, ...] = (
     part_of("--BN-decay", "number", "0.97", "batchnorm-momentum", "1 - x, once per update"),
     same("--BN-span", "whole", "1", new="batchnorm-span"),
     same("--convolution-groups", "whole", new="resnext-groups"),
-    becomes("--group-dim", "whole", None, "efficientnet-group-dim resnext-group-dim", group_dim, "by the model"),
+    becomes(
+        "--group-dim",
+        "whole",
+        None,
+        "efficientnet-group-dim resnext-group-dim",
+        group_dim,
+        "by the model",
+        about="Channels per group of the grouped convolutions; of an efficientnet's, 1 is depthwise.",
+    ),
     same("--widenet", "flag", new="resnext-wide"),
-    same("--dropout-rate", "number", new="efficientnet-dropout"),
+    same("--dropout-rate", "number", new="efficientnet-dropout", about="Dropout before the classifier."),
     becomes(
         "--block-survival-prob",
         "number",
@@ -214,6 +229,7 @@ MODEL: tuple[Old, ...] = (
             else []
         ),
         "1 - x",
+        about="Probability that the last block is kept in an update; it falls linearly from 1 at the first.",
     ),
     becomes(
         "--no-se",
@@ -232,9 +248,12 @@ MODEL: tuple[Old, ...] = (
         "efficientnet-activation",
         lambda old: [To("efficientnet-activation", ("relu",))] if old.flag("--use-relu") else [],
         "--efficientnet-activation relu",
+        about="ReLU instead of swish (SiLU).",
     ),
     same("--expand-ratio", "whole", new="efficientnet-expand-ratio"),
-    part_of("--norm-epsilon", "number", "1e-3", "norm-eps", "the same, for EfficientNets"),
+    part_of(
+        "--norm-epsilon", "number", "1e-3", "norm-eps", "the same, for EfficientNets", about="Epsilon of the norms."
+    ),
     same("--proxy-norm", "flag", effect="the same; also with --gradient-accumulation-count, and without a pipeline"),
     same("--proxy-epsilon", "number", "0.03"),
     becomes(
@@ -245,8 +264,8 @@ MODEL: tuple[Old, ...] = (
         lambda old: [To("no-proxy-recompute")] if old.flag("--no-proxy-recompute") else [],
         "--no-proxy-recompute",
     ),
-    same("--width-coefficient", "number", new="efficientnet-width"),
-    same("--depth-coefficient", "number", new="efficientnet-depth"),
+    same("--width-coefficient", "number", new="efficientnet-width", about="Width factor, of the channels."),
+    same("--depth-coefficient", "number", new="efficientnet-depth", about="Depth factor, of the blocks in a stage."),
     same("--use-bypass", "flag", new="squeezenet-bypass"),
     becomes(
         "--stable-norm",

@@ -16,7 +16,20 @@ from falconet.config.load import parse
 from falconet.config.settings import LINE, Setting, Unrepeated, read_yaml, spelled
 from falconet.errors import ConfigError, did_you_mean
 from falconet.legacy import popart, pytorch, tensorflow
-from falconet.legacy.table import Effect, Note, Old, Place, Program, To, Values, Variable, check_value, stored, truth
+from falconet.legacy.table import (
+    Effect,
+    Needs,
+    Note,
+    Old,
+    Place,
+    Program,
+    To,
+    Values,
+    Variable,
+    check_value,
+    stored,
+    truth,
+)
 
 PROGRAMS = {
     program.name: program for program in (*pytorch.PROGRAMS, *tensorflow.PROGRAMS, *popart.PROGRAMS, *pytorch.RUNNERS)
@@ -38,9 +51,9 @@ class Translation:
     settings: tuple[Setting, ...]
     notes: tuple[str, ...]
     environment: Mapping[str, str]
-    stored: Mapping[str, object] | None = (
-        None  # the old options, as the program's own file had them; None: not all known
-    )
+    needs: tuple[Needs, ...] = ()
+    # The old options, as the program's own file had them; None: not all are known.
+    stored: Mapping[str, object] | None = None
 
     def argv(self) -> list[str]:
         """The canonical command line, without the program's name."""
@@ -106,6 +119,7 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
     settings: dict[str, Setting] = {}
     notes: list[str] = []
     environment: dict[str, str] = {}
+    needs: list[Needs] = []
     requested: set[str] = set()  # canonical options that the line asks for
     for option, effects in _effects(own, values, asked, command):
         is_requested = option is not None and asked.asks_for(option, own.options)
@@ -114,6 +128,8 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
                 notes.append(effect.text)
             elif isinstance(effect, Variable):
                 environment[effect.name] = effect.value
+            elif isinstance(effect, Needs):
+                needs.append(effect)
             elif known is not None and not _is_known(effect, known):
                 if option is not None and option.name in asked.typed:
                     notes.append(f"{option.name}: has no effect on `falconet {command}`")
@@ -136,6 +152,7 @@ def _translated(own: Program, asked: _Asked, place: Place) -> Translation:
         notes=(*dict.fromkeys(notes), *_unused_in_config(own, asked)),
         environment=environment,
         stored=stored(own, values) if _is_whole(own, command) else None,
+        needs=tuple(needs),
     )
 
 
@@ -328,12 +345,12 @@ def _whose(other: Program, program: Program) -> str:
 
 def _canonical(names: Iterable[str], program: Program) -> str:
     """How to give the first of these that the program's command has."""
-    schema = COMMANDS.get(_command(program))
+    schema = COMMANDS.get(command_without_options(program))
     own = [name for name in names if schema and name in options_of(schema)]
     return f"; Falconet's option goes after a lone --: -- --{own[0]}" if own else ""
 
 
-def _command(program: Program) -> str:
+def command_without_options(program: Program) -> str:
     """The command of a program without options."""
     if isinstance(program.command, str):
         return program.command
@@ -367,8 +384,9 @@ def config_entry(name: str, path: Path) -> Mapping[str, object]:
     if name in configs and not isinstance(found, Mapping):
         raise ConfigError(f"--config: {path}: {name}: expected options below it, such as `epochs: 10`")
     if not isinstance(found, Mapping):
-        meant = _meant(name, [str(key) for key in configs]) or "; `falconet configs` lists the originals'"
-        raise ConfigError(f"--config: no config is named '{name}' in {path}{meant}")
+        known = [str(key) for key, entry in configs.items() if isinstance(entry, Mapping)]
+        there = _meant(name, known) or f"; expected {', '.join(known)}"
+        raise ConfigError(f"--config: no config is named '{name}' in {path}{there}")
     return found
 
 

@@ -133,11 +133,15 @@ def allow_half_partials(device: torch.device, *, allowed: bool = True) -> None:
     matmul.allow_fp16_accumulation = allowed
 
 
-def describe_half_partials(device: torch.device) -> str:
-    """What `allow_half_partials` does on this device, in one line for the plan."""
+def describe_half_partials(regime: Regime, device: torch.device) -> str:
+    """What `allow_half_partials` does to a model in this regime on this device, in one line for the plan."""
     if device.type != "cuda":
         return f"half partials: no effect on {device.type}, which sums in fp32"
-    return "half partials: matrix products in fp16 (bf16: between blocks); cuDNN's convolutions still sum in fp32"
+    if regime.compute == torch.float32:
+        return f"half partials: no effect with precision {regime.name}, which has no products in half precision"
+    how = "in fp16" if regime.compute == torch.float16 else "in bf16 between blocks"
+    # For half values, torch gives cuDNN fp32 as the type to compute in, and has no setting for it.
+    return f"half partials: matrix products, such as the classifier's, sum {how}; convolutions always sum in fp32"
 
 
 CUDNN, CUBLASLT = "CUDNN_CONV_WSCAP_DBG", "CUBLASLT_WORKSPACE_SIZE"  # MiB that it stays below; KiB that it allocates

@@ -117,6 +117,16 @@ def cores_of(environment: Mapping[str, str], *, host: int, own: int, expected: i
     return max(1, min(own, host // beside) if place and is_bound(environment) else own // beside)
 
 
+def threads_of(environment: Mapping[str, str], *, cores: int) -> int:
+    """CPU threads of this process: what the user set in OMP_NUM_THREADS, otherwise one per core.
+
+    torchrun sets 1 in several processes where the user set nothing; our launcher leaves the variable alone.
+    """
+    asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # after a comma: nested levels
+    is_torchruns = asked == "1" and "TORCHELASTIC_RUN_ID" in environment and OWN not in environment
+    return int(asked) if asked.isdecimal() and int(asked) and not is_torchruns else cores
+
+
 def is_bound(environment: Mapping[str, str]) -> bool:
     """Whether the launcher set the affinity of each process."""
     if environment.get(BOUND) or environment.get("OMPI_MCA_orte_bound_at_launch") == "1":

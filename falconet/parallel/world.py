@@ -12,7 +12,7 @@ from torch import Tensor
 from falconet.config import options
 from falconet.config.fields import value_or
 from falconet.errors import DeviceError
-from falconet.parallel.environment import Place, cores_of
+from falconet.parallel.environment import Place, cores_of, threads_of
 from falconet.parallel.host import own_peak
 
 
@@ -143,7 +143,12 @@ def cores(processes: int = 1) -> int:
     return cores_of(os.environ, host=host, own=own, expected=processes)
 
 
+def threads(processes: int = 1) -> int:
+    """CPU threads for this process, or for each of `processes` that are still to be started."""
+    return threads_of(os.environ, cores=cores(processes))
+
+
 def open_machine(machine: options.Machine, *, place: Place | None = None) -> World:
     """Open the world that the options ask for: this process, or all that a launcher started."""
-    threads = value_or(machine.threads, cores())
-    return open_world(machine.device, threads=threads, deterministic=machine.deterministic, place=place)
+    count = value_or(machine.threads, threads())
+    return open_world(machine.device, threads=count, deterministic=machine.deterministic, place=place)

@@ -126,9 +126,16 @@ class Screen:
     continue on stderr.
     """
 
-    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        words: Callable[[str], str] = str,
+    ) -> None:
+        """`words`: what becomes of each line, whose options may have other names in the program that was started."""
         self.console = console or Lines(highlight=False, soft_wrap=True, force_jupyter=False)
-        self._clock = clock
+        self._clock, self._words = clock, words
         self._aside: Lines | None = None
         is_live = self.console.is_terminal and not self.console.is_dumb_terminal and PSEUDO not in os.environ
         self._cell = CellLine(self.console) if is_notebook(self.console.file) else None
@@ -151,7 +158,7 @@ class Screen:
         NOTICE.end()
         if self._cell:
             self._cell.erase()
-        self.console.print(text, markup=False, emoji=False)  # so that paths appear unchanged
+        self.console.print(self._words(text), markup=False, emoji=False)  # so that paths appear unchanged
         self._printed = self._clock()
         if self._aside and isinstance(self.console, Lines) and self.console.is_closed:
             self.console, self._aside = self._aside, None
@@ -300,18 +307,19 @@ class Counting:
         NOTICE.show()
 
 
-def screen_of(world: "World") -> Screen:
+def screen_of(world: "World", *, words: Callable[[str], str] = str) -> Screen:
     """A screen that only the first process prints to, or the first of each host."""
-    return Screen() if world.is_first or environment.prints(os.environ) else Screen(Console(quiet=True))
+    is_heard = world.is_first or environment.prints(os.environ)
+    return Screen(words=words) if is_heard else Screen(Console(quiet=True))
 
 
-def spoken(world: "World | None" = None) -> Say:
+def spoken(world: "World | None" = None, *, words: Callable[[str], str] = str) -> Say:
     """A function that prints lines about this process; those of other ranks start with the rank.
 
     Before there is a world, only the first process prints.
     """
     if world is None:
         place = environment.find_place(os.environ)
-        return Screen(Console(quiet=True) if place and place.rank else None).line
-    plain = Screen()
+        return Screen(Console(quiet=True) if place and place.rank else None, words=words).line
+    plain = Screen(words=words)
     return plain.line if world.is_first else lambda text: plain.line(f"rank {world.rank}: {text}")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 
@@ -26,6 +27,29 @@ class TimedBatch(NamedTuple):
     milliseconds: float
     instance: int  # the process, from 0
     instances: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """One of several passes over the same batches, warm-up included."""
+
+    model: str
+    number: int  # from 1
+    of: int
+    images: int  # of all processes
+    seconds: float
+    latencies: Sequence[float]  # milliseconds
+    accuracy: float  # percent
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / max(self.seconds, 1e-9)
+
+
+def repetition(found: Repetition) -> list[str]:
+    """A line for each of several."""
+    text = f"repetition {found.number} of {found.of}: {found.images_per_second:,.1f} images/s"
+    return [f"{text}, latency of a batch {fmean(found.latencies):.3f} ms"] if found.of > 1 else []
 
 
 def heading(found: Predictions) -> list[str]:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,21 +113,34 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Weights & Biases; WANDB_MODE=offline keeps everything in the run folder."""
+    """Weights & Biases; offline, everything stays in the run folder."""
 
-    def __init__(self, folder: Path, *, project: str, name: str, config: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        project: str,
+        name: str,
+        config: Mapping[str, object],
+        offline: Callable[[str], None] | None = None,
+    ) -> None:
+        """`offline`: called with the reason if it has to log offline; None: refuse to."""
         try:
             import wandb
         except ImportError as error:
             raise ConfigError("needs the package wandb: pip install 'falconet[wandb]'") from error
-        writing.subfolder(folder, "wandb")  # it writes there
+        place = writing.subfolder(folder, "wandb")  # it writes there
+        about: dict[str, Any] = {"project": project, "name": name, "dir": str(folder), "config": dict(config)}
         try:
-            self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config))
+            self._run: Any = wandb.init(**about)
         except wandb.Error as error:  # no key, or no connection to the server
             problem = " ".join(str(error).split()).rstrip(".")
-            raise ConfigError(
-                f"Weights & Biases: {problem}; WANDB_MODE=offline needs neither a key nor a network"
-            ) from error
+            if offline is None:
+                raise ConfigError(
+                    f"Weights & Biases: {problem}; WANDB_MODE=offline needs neither a key nor a network"
+                ) from error
+            offline(f"{problem}; logging offline to {place}, which `wandb sync` uploads")
+            self._run = wandb.init(**about, mode="offline")
         self._histogram: Any = wandb.Histogram
 
     def write(self, update: int, metrics: Metrics) -> None:

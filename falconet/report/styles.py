@@ -16,7 +16,7 @@ from falconet.errors import NO_ROOM
 from falconet.report import folders, inference
 from falconet.report.epochs import ACCURACY, EpochTable, Metric, Row
 from falconet.report.folders import RunShape
-from falconet.report.inference import Predictions, TimedBatch
+from falconet.report.inference import Predictions, Repetition, TimedBatch
 from falconet.report.throughput import Rate
 
 if TYPE_CHECKING:
@@ -306,12 +306,14 @@ class Conventions:
     style: Callable[[RunLog], Style]
     run_folder: Callable[[RunShape], Path]  # of a new run; does not exist yet
     predictions: Callable[[Predictions], Sequence[str]]  # lines before our own figures
+    repetition: Callable[[Repetition], Sequence[str]] = inference.repetition  # lines of each pass that is measured
     batch: Callable[[TimedBatch], str] | None = None  # the line of each batch that predicts; None: none
     tables: Sequence[Table] = ()  # what its style writes
     options_file: str | None = None  # where its style writes the options, once
     typed: Mapping[str, object] | None = None  # the options of the program as its user typed them; None: ours
     logs_where_it_saves: bool = False  # --checkpoint-output-path is the run folder too
     heartbeat: float | None = None  # seconds without a line after which a pipe gets one; None: one at the start
+    words: Callable[[str], str] = str  # a line with the options as the program that was started names them
     program: tuple[str, ...] = ("-m", "falconet")  # Python's arguments that start a worker, before its command
 
 

@@ -80,14 +80,21 @@ def open_site(launch: Launch) -> Site:
     )
     # A plan is printed by one process, however many processes it is for.
     grid = divide(world, stages=launch.division.stages if world.size > 1 else 1)
-    return Site(world=world, grid=grid, threads=threads, screen=console.screen_of(world), note=console.spoken(world))
+    words = launch.conventions.words
+    return Site(
+        world=world,
+        grid=grid,
+        threads=threads,
+        screen=console.screen_of(world, words=words),
+        note=console.spoken(world, words=words),
+    )
 
 
 def _threads(launch: Launch) -> int:
     """The restored run's number, because it changes bits; with another number of processes it means nothing."""
     runtime = launch.restored.manifest.runtime if launch.restored else {}
     stored = runtime.get("threads") if runtime.get("processes", 1) == launch.division.processes else None
-    return value_or(launch.loaded.options.machine.threads, stored or world.cores(launch.division.processes))
+    return value_or(launch.loaded.options.machine.threads, stored or world.threads(launch.division.processes))
 
 
 def phases_built(launch: Launch, site: Site, *, opened: Dataset | None = None) -> list["BuiltPhase"]:

@@ -44,7 +44,7 @@ from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
 from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION, Metric
-from falconet.report.styles import Validated
+from falconet.report.styles import Origin, Validated
 from falconet.train import average_precision
 from falconet.train.average_precision import ClassPrecision, Scores
 from falconet.train.log import Output
@@ -417,13 +417,15 @@ class Validation:
         seconds = self.output.stopwatch.clock() - begun
         self.output.style.averaged(self._validated(found, seconds, name), which=suffix)
 
-    def other(self, name: str, progress: format.Progress, report: Callable[[Validated], None]) -> Evaluation:
+    def other(
+        self, name: str, progress: format.Progress, report: Callable[[Validated], None], *, origin: Origin
+    ) -> Evaluation:
         """Measure the model, which has the weights of another checkpoint, and `report` it."""
         begun = self.output.stopwatch.clock()
         found = self.measure(self.state.model, self.stopping)
         self._warn(found, f"the validation of {name}")
         validated = self._validated(found, self.output.stopwatch.clock() - begun, name)
-        report(replace(validated, update=progress.update, epoch=float(progress.epoch)))
+        report(replace(validated, update=progress.update, epoch=float(progress.epoch), origin=origin))
         return found
 
     def _warn(self, found: Evaluation, what: str) -> None:

@@ -180,7 +180,7 @@ def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> S
             options={name: value_of(asked, option) for name, option in options_of(type(asked)).items()},
             typed=conventions.typed,
             folder=folder,
-            model=str(built.model),
+            model=built.placement.layers,
             parameters=built.placement.parameters,
             global_batch=built.plan.global_batch,
             replicas=built.plan.replicas,

@@ -1,9 +1,10 @@
 """Metrics on their way from the device to the sinks; reading them is the loop's only wait for the device."""
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -139,16 +140,65 @@ class Memory:
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        held: dict[str, Any] = {
+            name: Held(**value) if isinstance(value, dict) else value for name, value in content.items()
+        }
+        return cls(**held)
+
     def told(self) -> dict[str, str]:
         """For the summary: what sharding and offloading save, where there is any."""
         state, lines = self.optimizer_state, {}
         if state.both < self.whole_state or (state.host and self.weights.device):
             lines["weights"] = f"{_megabytes(self.weights.both)}, gradients {_megabytes(self.gradients.both)}"
-            where = f"{_megabytes(state.device)} on the device, " if state.device else ""
-            lines["optimizer state"] = f"{where}{_megabytes(state.host)} on the host"
+            lines["optimizer state"] = self.state_in_words()
         if state.both < self.whole_state:
             lines["optimizer state"] += f" of this process, {_megabytes(self.whole_state)} in total"
         return lines
+
+    def state_in_words(self) -> str:
+        """Where the optimizer's state of this process is."""
+        state = self.optimizer_state
+        where = f"{_megabytes(state.device)} on the device, " if state.device else ""
+        return f"{where}{_megabytes(state.host)} on the host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """The memory of one stage of the first replica; a model in one piece is one stage."""
+
+    peak: int  # bytes, the most of its replicas
+    held: Memory
+
+    def to_json(self) -> dict[str, object]:
+        return {"peak_memory_bytes": self.peak, "memory_bytes": self.held.to_json()}
+
+
+def told(stages: Sequence[StageMemory], *, replicas: int) -> dict[str, str]:
+    """For the summary: the peak, and what dividing and offloading save; of several stages, all numbers of each."""
+    peaks = [f"{stage.peak / 2**30:.2f} GiB" for stage in stages]
+    if len(stages) == 1:
+        return {"peak memory": peaks[0] + (" per process, at most" if replicas > 1 else "")} | stages[0].held.told()
+    total = f"; {_megabytes(stages[0].held.whole_state)} in total"
+    return {
+        "peak memory": _by_stage(peaks),
+        "weights": _by_stage([_megabytes(stage.held.weights.both) for stage in stages]),
+        "gradients": _by_stage([_megabytes(stage.held.gradients.both) for stage in stages]),
+        "optimizer state": _by_stage([stage.held.state_in_words() for stage in stages]) + total,
+    }
+
+
+def _by_stage(texts: Sequence[str]) -> str:
+    return "; ".join(f"stage {number}: {text}" for number, text in enumerate(texts))
+
+
+def measure_stages(state: TrainState, replicas: Replicas, grid: Grid) -> list[StageMemory]:
+    """The memory of each stage of this replica after an update; a collective."""
+    held, peak = measure_memory(state, replicas, grid), torch.tensor(grid.world.peak_memory())
+    mine = StageMemory(peak=int(grid.replicas.max(peak)), held=held)
+    found = [json.loads(text) for text in grid.stages.texts(json.dumps(mine.to_json()), "the summary")]
+    return [StageMemory(peak=each["peak_memory_bytes"], held=Memory.from_json(each["memory_bytes"])) for each in found]
 
 
 def measure_memory(state: TrainState, replicas: Replicas, grid: Grid) -> Memory:

@@ -332,6 +332,10 @@ class StagedModel:
         return zoo.count_parameters(self._whole)
 
     @property
+    def layers(self) -> str:
+        return str(self._whole)  # that of a stage would end with the code that torch generates for it
+
+    @property
     def trained_parameters(self) -> int:
         return count_trained(self._whole)
 

@@ -134,6 +134,9 @@ class Placement(Protocol):
     def parameters(self) -> int: ...  # of the whole model
 
     @property
+    def layers(self) -> str: ...  # of the whole model, as torch prints it
+
+    @property
     def trained_parameters(self) -> int: ...  # by the first update
 
     @property
@@ -185,6 +188,10 @@ class WholeModel:
     @property
     def parameters(self) -> int:
         return zoo.count_parameters(self._model[0])
+
+    @property
+    def layers(self) -> str:
+        return str(self._model[0])
 
     @property
     def trained_parameters(self) -> int:

@@ -143,7 +143,7 @@ def _numerics(asked: commands.TrainOptions, *, regime: Regime, device: torch.dev
     if rules.is_scaled(asked):
         lines.append(f"loss scale {_loss_scale(asked)}")
     if asked.numerics.half_partial:
-        lines.append(describe_half_partials(device))
+        lines.append(describe_half_partials(regime, device))
     return lines
 
 

@@ -134,7 +134,7 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
     home = run_folder.claim(options, launch.conventions)
     if options.run.run_dir == "auto":
         argv += ["--no-temporary", "--run-dir", str(home)]  # chosen here, so that another attempt finds it
-    say, saved = Screen().line, run_folder.checkpoints(home, options)
+    say, saved = Screen(words=launch.conventions.words).line, run_folder.checkpoints(home, options)
     if options.run.temporary:
         say(run_folder.temporary_line(home))
     workers = Workers(
@@ -161,7 +161,7 @@ def _start_on_host(argv: Sequence[str], launch: Launch, hosts: "Hosts") -> int:
     from falconet.parallel.launch import Workers
     from falconet.parallel.launch import launch as run_workers
 
-    own, say = launch.division.processes // hosts.size, Screen().line
+    own, say = launch.division.processes // hosts.size, Screen(words=launch.conventions.words).line
     if hosts.rank > 0:
         where = f"worker {hosts.rank} of {hosts.size} on {socket.gethostname()}"
         say(f"{where}: {counted(own, 'process')} here; worker 0 prints what is trained, and saves")

@@ -316,7 +316,8 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
     if not first.site.world.is_first:
         return run_folder.Sinks()
     if not options.logging.mlperf_logging:
-        return run_folder.open_sinks(folder, first.launch.loaded, restored=first.launch.restored)
+        screen = first.site.screen
+        return run_folder.open_sinks(folder, first.launch.loaded, restored=first.launch.restored, say=screen.line)
     submission = log.submission(
         options,
         first.plan,
@@ -327,7 +328,8 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
     )
     path = folder / f"result_{options.run.seed}.txt"
     mlperf = MlperfLog(path, submission, done=first.plan.place(update)[0])
-    return run_folder.open_sinks(folder, first.launch.loaded, mlperf, restored=first.launch.restored)
+    say, restored = first.site.screen.line, first.launch.restored
+    return run_folder.open_sinks(folder, first.launch.loaded, mlperf, restored=restored, say=say)
 
 
 def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best: Best | None = None) -> Handover | None:
@@ -375,15 +377,14 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         watch.log.end()
         with stopwatch.standing():
             averaged = _conclude(built, watch, folder)
-    held = metrics.measure_memory(state, built.replicas, built.site.grid)
+    memory_of_stages = metrics.measure_stages(state, built.replicas, built.site.grid)
     if watch.validation.left_out:
         built.site.note(evaluate.left_out_line(watch.validation.left_out))
     if world.is_first:
         ending = run_folder.Ending(
             checkpoints=saving.folder,
             metric=watch.validation.metric,
-            peak_memory=world.peak_memory(),
-            memory=held,
+            memory=memory_of_stages,
             is_last=built.phase.is_last,
         )
         run_folder.write_summary(folder, watch.log, ending)

@@ -49,8 +49,9 @@ from falconet.report.sinks import (
 )
 from falconet.report.styles import FALCONET, Conventions, Table
 from falconet.report.throughput import Rate
+from falconet.train import metrics
 from falconet.train.log import Log
-from falconet.train.metrics import Memory
+from falconet.train.metrics import StageMemory
 
 
 def how_to_continue(folder: Path, checkpoints: Path) -> str:
@@ -331,7 +332,7 @@ class Sinks:
 
 
 def open_sinks(
-    folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink, restored: Checkpoint | None = None
+    folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink, say: Say, restored: Checkpoint | None = None
 ) -> Sinks:
     """metrics.jsonl and updates.jsonl always, others when asked for."""
     logging = loaded.options.logging
@@ -343,7 +344,15 @@ def open_sinks(
     if logging.wandb:
         table = {name: entry["value"] for name, entry in loaded.table().items()}
         with named_option("wandb"):
-            drawn.append(WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=table))
+            drawn.append(
+                WeightsAndBiases(
+                    folder,
+                    project=logging.wandb_project,
+                    name=folder.name,
+                    config=table,
+                    offline=lambda why: say(f"note: --wandb: {why}"),
+                )
+            )
     metrics = Several([JsonLines(folder / METRICS), *drawn, *more])
     return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
 
@@ -354,8 +363,7 @@ class Ending:
 
     checkpoints: Path
     metric: Metric  # what its validations measured
-    peak_memory: int  # bytes
-    memory: Memory
+    memory: Sequence[StageMemory]  # of each stage
     is_last: bool  # no phase follows
 
 
@@ -371,8 +379,9 @@ def write_summary(folder: Path, log: Log, ending: Ending) -> None:
         "images_per_second": round(rate.images_per_second, 1),
         "training_seconds": round(rate.seconds, 1),
         "waiting_percent": round(rate.waiting_percent, 1),
-        "peak_memory_bytes": ending.peak_memory,
-        "memory_bytes": ending.memory.to_json(),
+        "peak_memory_bytes": max(stage.peak for stage in ending.memory),
+        "memory_bytes": ending.memory[0].held.to_json(),
+        **({"stages": [stage.to_json() for stage in ending.memory]} if len(ending.memory) > 1 else {}),
         "metrics": measured.latest,
         "best": {f"validation_{ending.metric.name}": best.accuracy, "update": best.update} if best else None,
         "checkpoints": str(ending.checkpoints),
@@ -404,8 +413,7 @@ def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
     lines["time"] = span(log.seconds)
     waited = f"{rate.waiting_percent:.0f}% of the time waiting for data"
     lines["images per second"] = f"{rate.images_per_second:,.0f} ({waited})"
-    lines["peak memory"] = f"{ending.peak_memory / 2**30:.2f} GiB"
-    lines |= ending.memory.told()
+    lines |= metrics.told(ending.memory, replicas=log.plan.replicas)
     if chosen:
         lines["best checkpoint"] = str(chosen.folder)
     lines["run folder"] = str(folder)

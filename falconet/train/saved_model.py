@@ -24,6 +24,7 @@ from falconet.models import pretrained
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE, World, open_machine
+from falconet.report import styles
 from falconet.report.console import Say
 from falconet.report.styles import Validated
 from falconet.train import defaults, evaluate
@@ -286,7 +287,13 @@ def validate_folder(
             if stem in manifest.stems:
                 weights = format.model_weights(folder, manifest, stem)
                 load_weights(state.model, state.stages.own(weights), where=str(folder))
-                found = validation.other(folder.name + suffix, manifest.progress, report)
+                origin = styles.Origin(
+                    model=manifest.model,
+                    data=manifest.option("data"),
+                    loss=manifest.metrics.get("train_loss"),
+                    accuracy=manifest.metrics.get("train_accuracy"),
+                )
+                found = validation.other(folder.name + suffix, manifest.progress, report, origin=origin)
                 epoch = epoch_of(manifest)
                 measured.append(Accuracy(name=folder.name + suffix, epoch=epoch, found=found, classes=manifest.classes))
     return measured

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from falconet.bench import timing
-from falconet.bench.timing import measure_resident, measure_with_copy
+from falconet.bench.timing import measure_resident, measure_with_copy, try_out
 from falconet.data.buffers import Batch
 from falconet.parallel.world import ALONE, World
 
@@ -42,6 +42,20 @@ def test_predictions_record_no_gradients():
 
     measure_resident(predict, batches(1), count=2, world=ALONE)
     assert not any(one.requires_grad for one in kept)
+
+
+def test_a_trial_times_the_second_batch_and_counts_labels_that_are_known(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    waits = iter([9.0, 2.0])
+
+    def predict(images):
+        now[0] += next(waits)
+        return torch.eye(4)[: len(images)]  # classes 0 to 3
+
+    batch = Batch(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 3, 1, -1]), None)
+    found = try_out(predict, batch, world=ALONE)
+    assert (found.seconds, round(found.accuracy, 3)) == (2.0, 33.333)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from falconet.bench.timing import Series
+from falconet.bench.timing import Series, Trial
 from falconet.commands import bench_infer
 from falconet.parallel.environment import Place
 from tiny import TINY
@@ -168,6 +168,42 @@ def test_too_many_batches_are_cut_and_noted(falconet, monkeypatch):
     answer = falconet(SMALL, "tensorflow")
     assert "note: 6 of 12 batches are measured" in answer.out
     assert re.search(r"^Validation top-1 accuracy \[resnet8-cifar\] .* img/sec: ", answer.out, re.M)
+
+
+REPEATED = (
+    "bench infer --data synthetic --model resnet8-cifar --micro-batch-size 4 --image-size 16 --threads 1 --device cpu"
+)
+
+
+def test_every_repetition_has_a_line(falconet):
+    answer = falconet(f"{REPEATED} --iterations 3 --repeat 4 --output found.json")
+    assert answer.code == 0, answer.err
+    found = re.findall(r"^repetition (\d) of 4: \S+ images/s, latency of a batch \S+ ms$", answer.out, re.M)
+    assert found == ["1", "2", "3", "4"]
+    assert len(json.loads(Path("found.json").read_text())["throughput_seconds"]) == 12
+
+
+def test_the_tensorflow_program_has_a_validation_line_with_a_number_for_every_repetition(falconet):
+    answer = falconet(f"{REPEATED} --iterations 3 --repeat 10", "tensorflow")
+    assert answer.code == 0, answer.err
+    line = r"^Validation top-1 accuracy \[resnet8-cifar\] .* img/sec: +([\d.]+), .*: +([\d.]+)%$"
+    found = re.findall(line, answer.out, re.M)
+    assert len(found) == 10
+    assert all(float(rate) > 0 and float(accuracy) in (0.0, 25.0, 50.0, 75.0, 100.0) for rate, accuracy in found)
+    assert answer.out.count("Latencies - avg:") == 10
+
+
+def test_a_repetition_ends_after_about_the_seconds_asked_for(falconet, monkeypatch):
+    monkeypatch.setattr("falconet.commands.bench_infer.try_out", lambda *_, **__: Trial(seconds=0.25, accuracy=0.0))
+    answer = falconet(f"{REPEATED} --iterations 1000 --repeat 2 --seconds 1 --output found.json")
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("note: 4 of 1,000 batches are measured per repetition, in about 1 s (--seconds)\n")
+    assert len(json.loads(Path("found.json").read_text())["throughput_seconds"]) == 8
+
+
+def test_the_plan_of_repetitions(falconet):
+    answer = falconet(f"{REPEATED} --iterations 9 --repeat 2 --seconds 1.5 --plan")
+    assert "2 x 9 batches of 4, at most about 1.5 s each, --data synthetic" in answer.out
 
 
 def test_profile_traces_instead_of_measuring(falconet):

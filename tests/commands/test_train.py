@@ -212,11 +212,23 @@ def test_tensorboard_and_wandb_are_written_when_asked_for(falconet, monkeypatch,
     assert {"train/loss", "validation/accuracy"} <= set(events.Tags()["scalars"])
 
 
+WITHOUT_A_KEY = (
+    "note: --wandb: No API key configured. Use `wandb login` to log in; logging offline to r/wandb, which `wandb sync`"
+    " uploads\n"
+)
+
+
 @pytest.mark.run
-def test_wandb_works_offline(tmp_path):
-    env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+@pytest.mark.parametrize(
+    ("mode", "note"), [({"WANDB_MODE": "offline"}, ""), ({}, WITHOUT_A_KEY)], ids=["asked", "no key"]
+)
+def test_wandb_works_offline(tmp_path, mode, note):
+    env = os.environ | {"HOME": str(tmp_path), "WANDB_SILENT": "true"} | mode  # wandb looks for keys at home
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--epoch", "1", "--run-dir", "r", "--wandb"]
-    subprocess.run(line, cwd=tmp_path, env=env, check=True, capture_output=True)
+    run = subprocess.run(
+        line, cwd=tmp_path, env=env, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert "".join(text for text in run.stdout.splitlines(keepends=True) if "--wandb" in text) == note
     assert list((tmp_path / "r/wandb").glob("offline-run-*"))
 
 

@@ -12,7 +12,11 @@ CIFAR = "--dataset cifar-10 --data-dir d"
 
 
 NOTED = [
-    ("pytorch:train.py", "--exchange-memory-target memory", "--exchange-memory-target: tuned the IPU only"),
+    (
+        "pytorch:train.py",
+        "--exchange-memory-target memory",
+        "--exchange-memory-target: cuDNN chooses convolutions by speed; --available-memory-proportion limits",
+    ),
     (
         "tf1:train.py",
         f"{CIFAR} --dataset-percentage-to-use 10",

@@ -15,14 +15,15 @@ from falconet.config.commands import TrainOptions
 from falconet.config.load import load_options, read_line
 from falconet.legacy.conventions import (
     CONVENTIONS,
+    own_words,
     pytorch_batch,
     pytorch_name,
     pytorch_predictions,
     tensorflow_name,
-    tensorflow_predictions,
+    tensorflow_repetition,
 )
 from falconet.legacy.programs import canonical
-from falconet.report.inference import Predictions, TimedBatch
+from falconet.report.inference import Predictions, Repetition, TimedBatch
 from runs import RN50, begin, finish
 from tiny import TINY
 
@@ -126,17 +127,43 @@ def test_photos_of_a_folder_are_real_data_in_the_pytorch_programs_words():
 
 def test_the_tensorflow_lines_have_percentiles_and_the_rate_of_all_images():
     latencies = [float(number) for number in range(1, 501)]
-    first, second = tensorflow_predictions(replace(FOUND, latencies=latencies))
+    found = Repetition(model="resnet50", number=1, of=1, images=16, seconds=0.125, latencies=latencies, accuracy=6.25)
     high, higher = np.percentile(latencies, [99, 99.9])
-    assert first == (
-        f"Latencies - avg: 250.5000, 99th percentile: {high:8.4f}, 99.9th percentile: {higher:8.4f}, max: 500.0000"
-    )
-    # 2 batches of 4 in each of 2 processes: 8 images in 0.08 s, and 8 in 0.02667 s
-    assert second == (
-        "Validation top-1 accuracy [resnet50] (iteration:      0, epoch:   0.00, img/sec: 150.00, time: 0.106667,"
-        " latency (ms): 250.5000):    nan%"
-    )
-    assert "99th percentile:   7.0000" in tensorflow_predictions(replace(FOUND, rates=[1.0], latencies=[7.0]))[0]
+    assert tensorflow_repetition(found) == [
+        f"Latencies - avg: 250.5000, 99th percentile: {high:8.4f}, 99.9th percentile: {higher:8.4f}, max: 500.0000",
+        "Validation top-1 accuracy [resnet50] (iteration:      0, epoch:   0.00, img/sec: 128.00, time: 0.125000,"
+        " latency (ms): 250.5000):  6.250%",
+    ]
+    assert "99th percentile:   7.0000" in tensorflow_repetition(replace(found, latencies=[7.0]))[0]
+
+
+WORDS = {
+    ("tf1", "a smaller --lr or a longer --warmup-epoch usually helps"): "a smaller --base-learning-rate or a longer"
+    " --warmup-epochs usually helps",
+    ("tf1", "expected a smaller --micro-batch-size, --gradient-accumulation or --replicas"): "expected a smaller"
+    " --batch-size, --gradient-accumulation-count or --replicas",
+    (
+        "tf1",
+        "`falconet train --epoch 3` trains; --epochs is ours",
+    ): "`falconet train --epoch 3` trains; --epochs is ours",
+    ("tf1", "to continue: falconet restore r --run-dir s"): "to continue: falconet restore r --run-dir s",
+    ("tf1", "--lr: got 3, expected at most --epoch"): "--lr: got 3, expected at most --epochs",
+    ("tf1", "my--epoch/--epoch-1"): "my--epoch/--epoch-1",
+    ("popart", "more --gradient-accumulation, fewer --replicas"): "more --gradient-accumulation-factor, fewer"
+    " --replication-factor",
+    ("pytorch", "a larger --epoch, a smaller --lr"): "a larger --epoch, a smaller --lr",
+}
+
+
+@pytest.mark.parametrize(("dialect", "text"), WORDS)
+def test_advice_names_the_options_of_the_program_that_was_typed(dialect, text):
+    assert own_words(text, dialect=dialect) == WORDS[dialect, text]
+
+
+def test_an_error_names_the_options_of_the_program_that_was_typed(falconet):
+    answer = falconet(f"train {TINY} --lr 1e30", "tensorflow")
+    assert answer.code == 2
+    assert answer.err.endswith("; a smaller --base-learning-rate or a longer --warmup-epochs usually helps\n")
 
 
 FILES = {

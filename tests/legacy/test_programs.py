@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from falconet.config.options import Model
 from falconet.legacy.programs import gc_profile, main
+from falconet.legacy.tensorflow_facts import EFFICIENTNETS
+from falconet.legacy.translate import PROGRAMS as TABLES
+from falconet.models.efficientnet import SIZES
 
 COMPAT = Path(__file__).parents[2] / "compat"
 PROGRAMS = {
@@ -59,9 +63,7 @@ def test_every_script_runs_its_program(monkeypatch):
 
 
 def test_every_script_belongs_to_a_program():
-    scripts = {
-        path for path in COMPAT.rglob("*.py") if path.name not in ("__init__.py", "test_scripts.py", "make_samples.py")
-    }
+    scripts = {path for path in COMPAT.rglob("*.py") if not re.match(r"__init__|conftest|test_", path.name)}
     assert scripts == set(PROGRAMS.values())
 
 
@@ -172,7 +174,8 @@ def test_a_run_is_continued_validated_and_averaged(original):
     assert original("tf1:train.py", line)[0] == 0
     code, out, _ = original("tf1:train.py", "--restore-path run --epochs 2 --dataset cifar-10 --generated-data")
     assert (code, "4 updates = 2 epochs" in out) == (0, True)
-    assert original("tf1:restore.py", "--restore-path run")[0] == 0
+    code, out, _ = original("tf1:restore.py", "--restore-path run")
+    assert (code, "a larger --epochs continues the run" in out) == (0, True)
     assert "Accuracy on test set" in original("pytorch:validate.py", "--checkpoint-input-path run")[1]
     line = "--restore-path run --filename average --mode mean --discard-last 1"
     assert "averaged 2 checkpoints (mean): ckpt-0, ckpt-2" in original("tf1:weight_avg.py", line)[1]
@@ -208,6 +211,51 @@ def test_help_lists_the_options_and_what_they_become(original, line):
     assert code == 0
     assert "--pipeline-splits TEXT ..." in out
     assert "--momentum: the same" in out
+
+
+EFFICIENTNET = """\
+efficientnet B4 on imagenet:
+  --model-size TEXT (default B4)
+      The layers of a resnet or resnext; B0 to B7, also 0 to 7, of an efficientnet. Here --model: a part of
+      the model's name
+  --group-dim NUMBER (default 1)
+"""
+
+
+def test_help_of_a_model_has_its_options_with_their_defaults_and_meaning(original):
+    code, out, _ = original("tf1:train.py", "--model efficientnet --model-size 4 --help")
+    assert code == 0
+    assert EFFICIENTNET in out
+    first, _, rest = out.partition("every model (defaults are those of this one):\n")
+    assert "  --dropout-rate NUMBER (default 0.4)\n      Dropout before the classifier. Here --efficientnet-" in first
+    assert "  --no-se\n      Without it: EfficientNet: squeeze and excitation in every block. Here " in first
+    assert "  --epochs, --epoch NUMBER (default 350)\n      Passes over the training images, such as 2.5. Here" in rest
+    assert "  --label-smoothing NUMBER (default 0.1)\n" in rest
+    assert "--use-bypass" not in out, "which is squeezenet's"
+    assert "auto:" not in first
+
+
+def test_help_of_a_model_on_cifar_has_the_defaults_of_cifar(original):
+    _, out, _ = original("tf1:train.py", "--model resnext --dataset cifar-10 --help")
+    assert "resnext 11 on cifar-10:\n" in out
+    assert "  --batch-size, --micro-batch-size NUMBER (default 8)\n" in out
+    assert "--convolution-groups NUMBER (default 32)" in out
+
+
+def test_help_of_a_line_with_a_mistake_is_that_of_all_models(original):
+    code, out, _ = original("tf1:train.py", "--model efficientnet --model-size 9 --help")
+    assert (code, "--use-bypass" in out) == (0, True)
+
+
+def test_defaults_in_the_help_are_those_of_the_models():
+    found = {f"efficientnet-{size.lower()}": shape for size, shape in EFFICIENTNETS.items()}
+    assert found == {
+        name: (str(size.width), str(size.depth), str(size.side), str(size.dropout)) for name, size in SIZES.items()
+    }
+    model = Model()
+    assert (model.efficientnet_expand_ratio, model.efficientnet_group_dim) == (6, 1)
+    assert (model.efficientnet_depth_divisor, model.efficientnet_top_width) == (8, 1280)
+    assert (model.resnext_groups, model.resnext_group_dim) == (32, 4)
 
 
 def test_a_mistake_is_one_line_under_the_scripts_name(original):
@@ -248,6 +296,39 @@ def test_gc_profile_sets_the_run_folder_and_becomes_the_program(capfd, tmp_path)
     assert capfd.readouterr().err == "usage: gc-profile -d FOLDER -- PROGRAM [arguments]\n"
     assert gc_profile(["-d", "profile_dir", "--", "no-such-program"]) == 2
     assert capfd.readouterr().err == "gc-profile: no-such-program: No such file or directory\n"
+
+
+def test_a_log_dir_that_gc_profile_replaces_is_noted(original, monkeypatch, tmp_path):
+    monkeypatch.setenv("FALCONET_RUNS", str(tmp_path / "profile_dir"))
+    line = "--generated-data --dataset cifar-10 --model-size 8 --iterations 1 --batch-size 4 --log-dir mine"
+    code, _, err = original("tf1:train.py", line)
+    expected = (
+        f"train.py: note: FALCONET_RUNS={tmp_path}/profile_dir, set by `gc-profile -d` or `falconet bench`, takes"
+    )
+    assert (code, err) == (0, f"{expected} precedence over mine, which this line asks for\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["profile_dir"]
+
+
+# Packages that a canonical option or a command needs, by the extra of pyproject.toml that installs them.
+NEEDED = {"wandb": "wandb", "wandb-project": "wandb", "tensorboard": "tensorboard", "clients": "serve"}
+
+
+@pytest.mark.parametrize(("folder", "dialect"), [("pytorch", "pytorch"), ("tensorflow", "tf1"), ("popart", "popart")])
+def test_requirements_install_what_the_options_need(folder, dialect):
+    (own,) = re.findall(r"^-e \.\./\.\.\[(.*)\]$", (COMPAT / folder / "requirements.txt").read_text(), re.M)
+    programs = [program for program in TABLES.values() if program.dialect == dialect]
+    set_by_options = {new for program in programs for option in program.options for new in option.new}
+    always = {"tensorboard"} if dialect == "popart" else set()  # the original always wrote its scalars
+    assert set(own.split(",")) == {NEEDED[name] for name in (set_by_options | always) & NEEDED.keys()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["pytorch", "tensorflow"])
+def test_the_tests_in_an_originals_folder_pass(folder):
+    """As its README says: `pytest`."""
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    run = subprocess.run(line, cwd=COMPAT / folder, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
 
 
 def test_the_benchmark_runner_has_its_old_name():

@@ -231,9 +231,10 @@ def test_replicas_with_the_same_seed_drop_the_same():
 
 
 THREADS = {  # command, requests or batches: 10,000 images, 4 at once
-    "": ("bench infer", {"iterations": "2500"}),
-    "--num-inference-thread 1 --repeat 2": ("bench infer", {"iterations": "5000"}),
+    "": ("bench infer", {"iterations": "2500", "seconds": "3"}),
+    "--num-inference-thread 1 --repeat 2": ("bench infer", {"iterations": "2500", "repeat": "2", "seconds": "3"}),
     "--num-inference-thread 3": ("bench serve", {"iterations": "834", "clients": "3"}),
+    "--num-inference-thread 3 --repeat 2": ("bench serve", {"iterations": "1667", "clients": "3"}),
 }
 
 

@@ -276,7 +276,7 @@ SMALLER = [
         "tf1:validation.py",
         "--model resnet --model-size 50 --dataset imagenet --batch-size 4 --synthetic-data --repeat 2",
         "bench infer",
-        {"model": "resnet50", "micro-batch-size": "4", "iterations": "25000", "data": "synthetic"},
+        {"model": "resnet50", "micro-batch-size": "4", "iterations": "12500", "repeat": "2", "data": "synthetic"},
     ),
     (
         "pytorch:inference/run_benchmark.py",

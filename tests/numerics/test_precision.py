@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from falconet.numerics.precision import (
+    REGIMES,
     allow_half_partials,
     describe_half_partials,
     describe_workspace,
@@ -49,8 +50,12 @@ def test_half_partials_change_nothing_on_a_cpu(switches):
 
 def test_describing_half_partials_sets_nothing(switches):
     before = switches()
-    assert describe_half_partials(CPU) == "half partials: no effect on cpu, which sums in fp32"
-    assert "fp16" in describe_half_partials(CUDA)
+    assert describe_half_partials(REGIMES["16.32"], CPU) == "half partials: no effect on cpu, which sums in fp32"
+    assert describe_half_partials(REGIMES["16.16"], CUDA) == (
+        "half partials: matrix products, such as the classifier's, sum in fp16; convolutions always sum in fp32"
+    )
+    assert "sum in bf16 between blocks;" in describe_half_partials(REGIMES["bf16.32"], CUDA)
+    assert describe_half_partials(REGIMES["32.32"], CUDA).startswith("half partials: no effect with precision 32.32")
     assert switches() == before
 
 

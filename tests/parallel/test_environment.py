@@ -13,6 +13,7 @@ from falconet.parallel.environment import (
     find_place,
     first_host,
     is_one_per_host,
+    threads_of,
 )
 
 CLUSTER = {"cluster": {"chief": ["a:1234"], "worker": ["b:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
@@ -207,3 +208,21 @@ def test_hosts_that_tf_config_names_once_have_one_process_each():
         for variables in (hosts, shared, hosts | mpirun | one, hosts | mpirun | two, shared | mpirun | one)
     ]
     assert found == [True, False, True, False, False]
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
+THREADS = {
+    "unset": ({}, 8),
+    "set": ({"OMP_NUM_THREADS": "3"}, 3),
+    "nested": ({"OMP_NUM_THREADS": "3,2"}, 3),
+    "empty": ({"OMP_NUM_THREADS": ""}, 8),
+    "invalid, which OpenMP ignores": ({"OMP_NUM_THREADS": "0"}, 8),
+    "torchrun's own": (TORCHRUN, 8),
+    "the user's under torchrun": (TORCHRUN | {"OMP_NUM_THREADS": "2"}, 2),
+    "the user's under our launcher": (TORCHRUN | {"FALCONET_LAUNCHER": "77"}, 1),
+}
+
+
+@pytest.mark.parametrize(("variables", "threads"), THREADS.values(), ids=THREADS)
+def test_omp_num_threads_is_respected(variables, threads):
+    assert threads_of(variables, cores=8) == threads

@@ -12,7 +12,7 @@ from falconet.optim.optimizers import build_optimizer
 from falconet.parallel.data_parallel import OneReplica
 from falconet.parallel.grid import Grid
 from falconet.parallel.world import ALONE
-from falconet.train.metrics import Held, measure_memory
+from falconet.train.metrics import Held, StageMemory, measure_memory, told
 
 VALUES = 1000 * 100 + 100  # of the layer
 GRID = Grid(ALONE, ALONE, ALONE)
@@ -61,6 +61,16 @@ def test_the_summary_shows_what_dividing_and_offloading_save():
     assert divided.told() == {
         "weights": "0.4 MB, gradients 0.4 MB",
         "optimizer state": "0.1 MB on the device, 0.0 MB on the host of this process, 0.4 MB in total",
+    }
+    stages = [StageMemory(peak=2**30, held=found), StageMemory(peak=2**31, held=divided)]
+    assert told(stages[:1], replicas=1) == {"peak memory": "1.00 GiB"}
+    assert told(stages[:1], replicas=2) == {"peak memory": "1.00 GiB per process, at most"}
+    assert told(stages, replicas=1) == {
+        "peak memory": "stage 0: 1.00 GiB; stage 1: 2.00 GiB",
+        "weights": "stage 0: 0.4 MB; stage 1: 0.4 MB",
+        "gradients": "stage 0: 0.4 MB; stage 1: 0.4 MB",
+        "optimizer state": "stage 0: 0.4 MB on the host; stage 1: 0.1 MB on the device, 0.0 MB on the host;"
+        " 0.4 MB in total",
     }
     hosted = replace(found, weights=Held(device=400_000, host=0))
     assert hosted.told()["optimizer state"] == "0.4 MB on the host"

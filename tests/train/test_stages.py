@@ -136,12 +136,19 @@ def test_a_schedule_without_stages_has_no_effect_and_a_note(falconet):
 def test_a_run_in_stages_is_saved_whole_and_restored_onto_other_layouts(falconet):
     line = f"{TINY} --gradient-accumulation 2 --logs-per-epoch 4 --weight-avg-strategy mean"
     assert falconet(f"train {line} --run-dir one").code == 0
-    answer = falconet(f"train {line} --pipeline-splits auto:2 --run-dir two --epoch 1 --lr-schedule step")
+    line = f"train {line} --pipeline-splits auto:2 --run-dir two --epoch 1 --lr-schedule step"
+    answer = falconet(line, "pytorch")  # which prints the model's layers
     assert (answer.code, answer.err) == (0, "")
     assert answer.out.count("\nstage 1: ") == 1
     assert "averaged 1 checkpoint " in answer.out
-    held = json.loads(Path("two/summary.json").read_text())["memory_bytes"]
+    summary = json.loads(Path("two/summary.json").read_text())
+    held, peaks = summary["memory_bytes"], [stage["peak_memory_bytes"] for stage in summary["stages"]]
     assert held["optimizer_state"]["host"] < held["whole_state"], "that of both stages"
+    assert summary["peak_memory_bytes"] == max(peaks)
+    shown = "; ".join(f"stage {number}: {peak / 2**30:.2f} GiB" for number, peak in enumerate(peaks))
+    assert f"\npeak memory          {shown}\n" in answer.out
+    assert answer.out.count("(fc): Linear(") == 1, "the layers of both stages are printed"
+    assert "def forward" not in answer.out, "and no generated code"
     manifest = format.verify(format.checkpoints_in(Path("two"))[-1])
     assert len(manifest.runtime["splits"]) == 1
     assert manifest.files.keys() == format.verify(format.checkpoints_in(Path("one"))[-1]).files.keys()

@@ -99,3 +99,5 @@ def test_with_an_originals_conventions_each_checkpoint_is_a_row_of_its_file(falc
     assert [row["validation_iteration"] for row in found] == ["30", "10", "20", "30"]  # the last weights come first
     assert found[0]["validation_accuracy"] == found[3]["validation_accuracy"]
     assert answer.out.count("Accuracy on test set: ") == 4
+    restored = [line.rpartition(": ")[2] for line in answer.out.splitlines() if line.startswith("[INFO] Restore the ")]
+    assert restored == NAMES, "the checkpoint is named before its accuracy"
