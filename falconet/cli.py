@@ -14,8 +14,6 @@ from falconet.config.commands import (
     COMMANDS,
     AverageOptions,
     BenchOptions,
-    DataBenchOptions,
-    ValidateOptions,
 )
 from falconet.config.help import EVERYTHING, help_lines, overview
 from falconet.config.load import read_line
@@ -38,7 +36,7 @@ from falconet.report.styles import FALCONET, Conventions
 GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first words of commands of two words
 CONVENTIONAL = ("train", "restore", "validate", "bench infer", "bench serve")  # commands that take conventions
 HELP = ("-h", "--help", EVERYTHING)
-ONE_PROCESS = (ValidateOptions, AverageOptions, BenchOptions, DataBenchOptions)  # of several, the others do nothing
+ONE_PROCESS = (AverageOptions, BenchOptions)  # of several, the others do nothing
 START = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
 
@@ -48,6 +46,8 @@ def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET)
     show_any_name()
     # OpenMP threads that spin while they wait take the core from the loader's; must be set before torch is imported.
     os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "PASSIVE"
+    if is_one_of_several(os.environ):  # torch's C++ logs others that are late as errors; ours take one line
+        os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL") or "FATAL"
     name, rest = command_name(words)
     try:
         return _run(name, rest, conventions)

@@ -273,7 +273,7 @@ _BESIDE = "validation.csv and log.txt go to the run folder of --restore-path; wi
 _NOT_HERE = {  # why predictions do not use an option, if not because they train nothing
     **dict.fromkeys(("--log-dir", "--logs-path", "--name-suffix", "--no-logs"), _BESIDE),
     **dict.fromkeys(("--wandb", "--wandb-project"), "`falconet upload RUN` sends validation.csv"),
-    "--log-all-instances": "only the first process measures",
+    "--log-all-instances": "all processes measure, the first one logs",
 }
 _WHOLE = "a model that predicts is whole; --shards are further replicas of it"
 _MEASURED = (

@@ -51,8 +51,29 @@ def over_devices(asked: Asked, *, devices: int, what: str) -> Division:
     return _folded(asked, next(count for count in range(most, 0, -1) if asked.replicas % count == 0), what)
 
 
-def over_processes(asked: Asked, *, size: int, launcher: str) -> Division:
-    """Divide over the processes that a launcher started, which must fit the recipe."""
+def over_hosts(asked: Asked, *, hosts: int, devices: int, what: str) -> Division:
+    """The same on every host, with `devices` each; a replica stays on one host."""
+    replicas, rest = divmod(asked.replicas, hosts)
+    total = asked.replicas * asked.accumulation
+    if rest and asked.free and total % hosts == 0:
+        asked, replicas, rest = replace(asked, accumulation=total // hosts), 1, 0
+    if rest:
+        raise ConfigError(
+            f"{asked} requested on {hosts} hosts; expected a multiple of {hosts}, because a replica stays on one host"
+        )
+    each = over_devices(replace(asked, replicas=replicas), devices=devices, what=what)
+    notes = tuple(f"on each of {hosts} hosts: {note}" for note in each.notes)
+    return replace(each, replicas=each.replicas * hosts, notes=notes)
+
+
+def over_processes(asked: Asked, *, size: int, launcher: str, running: int | None = None) -> Division:
+    """Divide over the processes that a launcher started, which must fit the recipe.
+
+    `running`: stages of a replica that the launcher has a process for; None: as many as fit.
+    """
+    if running == 1 < asked.stages:
+        whole = over_processes(replace(asked, stages=1), size=size, launcher=launcher)
+        return _in_one(asked, whole, f"{_processes(size)} of {launcher}")
     total, what = asked.replicas * asked.accumulation, f"{_processes(size)} of {launcher}"
     replicas, rest = divmod(size, asked.stages)
     if size == asked.processes:
@@ -75,13 +96,6 @@ def over_processes(asked: Asked, *, size: int, launcher: str) -> Division:
         f"{asked} with accumulation {asked.accumulation} requested, but {launcher} started {_processes(size)};"
         f" expected {_processes(asked.processes)}{divisor}"
     )
-
-
-def processes_that_fit(replicas: int, *, stages: int, devices: int) -> int:
-    """The most processes for whole replicas whose number divides that asked for; 1 if not even one replica fits."""
-    if stages > devices:
-        return 1
-    return stages * next(count for count in range(min(replicas, devices // stages), 0, -1) if replicas % count == 0)
 
 
 def _processes(number: int) -> str:

@@ -24,6 +24,8 @@ FIRST = "first"  # a file in it: the first worker has started
 BOUND = "FALCONET_BOUND"  # this process is already bound to a NUMA node
 TETHERED = "FALCONET_TETHERED"  # the launcher that holds our stdin open while it runs, by its name
 REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what the launcher was asked for
+ALL_HOSTS = "FALCONET_LOG_ALL_HOSTS"  # the first process of every host prints, not only that of the first
+RUNNING = "FALCONET_RUNNING_STAGES"  # stages of a replica that have a process each, as the launcher decided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +68,10 @@ def said_here(environment: Mapping[str, str], message: str) -> str | None:
     if place is None or place.rank == 0 or message.startswith(f"rank {place.rank}: "):
         return message
     # Before there is a world: if the first process waits for us, it does not have the same error.
-    of_the_agent = has_agent_store(environment)  # which is there in any case
-    return f"rank {place.rank}: {message}" if not of_the_agent and _is_waiting(place, environment) else None
+    if has_agent_store(environment):  # which is there in any case
+        time.sleep(WAITING)  # when we exit, the launcher ends the first process, which may not have reported it yet
+        return None
+    return f"rank {place.rank}: {message}" if _is_waiting(place, environment) else None
 
 
 def has_agent_store(environment: Mapping[str, str]) -> bool:
@@ -94,6 +98,12 @@ def is_first(environment: Mapping[str, str]) -> bool:
     """Whether this is the first process, which alone prints and does what cannot be shared."""
     place = find_place(environment)
     return place is None or place.rank == 0
+
+
+def prints(environment: Mapping[str, str]) -> bool:
+    """Whether this process, which is not the first of all, prints what the first does."""
+    place = find_place(environment)
+    return bool(environment.get(ALL_HOSTS)) and place is not None and place.local_rank == 0
 
 
 def cores_of(environment: Mapping[str, str], *, host: int, own: int, expected: int = 1) -> int:
@@ -131,6 +141,20 @@ def asked_of_launcher(environment: Mapping[str, str]) -> tuple[int, int] | None:
     if not _are_set(environment, REPLICAS, STAGES):
         return None
     return _number(environment, REPLICAS), _number(environment, STAGES)
+
+
+def stages_running(environment: Mapping[str, str]) -> int | None:
+    """Stages of a replica that the launcher has a process for, on one host; None: it left that open."""
+    return _number(environment, RUNNING) if _are_set(environment, RUNNING) else None
+
+
+def is_one_per_host(environment: Mapping[str, str], place: Place) -> bool:
+    """Whether each host of TF_CONFIG has one process, which starts those that the plan needs there."""
+    if place.launcher not in ("TF_CONFIG", "mpirun") or place.local_size > 1:
+        return False
+    cluster = json.loads(environment.get("TF_CONFIG") or "{}").get("cluster", {})
+    hosts = [address.rsplit(":", 1)[0] for address in (*cluster.get("chief", []), *cluster.get("worker", []))]
+    return len(set(hosts)) == len(hosts) == place.size
 
 
 def attempt(environment: Mapping[str, str]) -> int:

@@ -175,6 +175,8 @@ class BuiltPhase:
             accumulation=processes.accumulation_of(self.phase, launch.division),
             replicas=launch.division.replicas,
             replica=site.grid.replicas.rank,
+            joined=processes.joined(self.options.parallel, launch.division),
+            folded=processes.folded(self.options.parallel, launch.division),
         )
         self.full_size: Dataset = before.full_size if before else opened or self._images()
         _check_labels(self.full_size, launch)
@@ -235,9 +237,9 @@ class BuiltPhase:
         options, grid, device = self.options, self.site.grid, self.site.world.device
         treatment = self._treatment()
         with named_option("batchnorm_span"):
-            span_batchnorm(self.model, grid, span=options.parallel.batchnorm_span)
+            span_batchnorm(self.model, grid, span=options.parallel.batchnorm_span // self.shape.joined)
         if options.training.batchnorm_per_update:
-            move_once(self.model, micro_batches=self.shape.accumulation)
+            move_once(self.model, micro_batches=self.shape.as_run.accumulation)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
         if shards and options.optimizer.optimizer == "lars":
             _require_one_format(self.model, treatment.undecayed)

@@ -171,10 +171,9 @@ def weight_drawing(
 
 
 def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> Style:
-    """The style of a phase, with its first lines printed; silent in all processes but the first."""
+    """The style of a phase, with its first lines printed; only the first process writes files."""
     options, is_first, conventions = built.options, built.site.world.is_first, built.launch.conventions
-    say = built.site.screen.line if is_first else lambda _: None
-    style = conventions.style(RunLog(say, folder if is_first else None, sinks=sinks))
+    style = conventions.style(RunLog(built.site.screen.line, folder if is_first else None, sinks=sinks))
     asked = built.launch.loaded.options
     style.begin(
         Facts(

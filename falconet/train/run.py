@@ -111,6 +111,8 @@ def _carried_out(launch: Launch) -> int:
             screen.line(line)
         plan += found_rate
         if options.run.plan:
+            for warning in filter(None, map(memory.warning, built)):
+                screen.line(warning)
             screen.line("")
             screen.line(launch.loaded.to_yaml().rstrip())
             return 0
@@ -333,7 +335,7 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
 def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best: Best | None = None) -> Handover | None:
     """Make the updates of a phase and what follows them; returns what it leaves to a next one."""
     world, screen, folder = built.site.world, built.site.screen, session.folder
-    if warning := memory.warning(built, state):
+    if warning := memory.warning(built, state.model):
         screen.line(warning)
     loader = built.placement.loader()
     stopwatch = Stopwatch(moments=moments_of(world.device), seconds=state.progress.seconds)

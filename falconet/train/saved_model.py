@@ -23,12 +23,12 @@ from falconet.errors import CheckpointError, ConfigError, DataError
 from falconet.models import pretrained
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
-from falconet.parallel.world import World, open_machine
+from falconet.parallel.world import ALONE, World, open_machine
 from falconet.report import styles
 from falconet.report.console import Say
 from falconet.report.styles import Validated
 from falconet.train import defaults, evaluate
-from falconet.train.evaluate import Accuracy, Evaluation, Observe, Validation, never, overlook
+from falconet.train.evaluate import Accuracy, Evaluation, FailedTogetherError, Observe, Validation, never, overlook
 from falconet.train.save import Saving
 
 STEMS = (("model", ""), ("ema", " (moving average)"))  # which models of a checkpoint are measured, and their labels
@@ -242,10 +242,11 @@ def warn_of_misfit(opened: Opened, note: Say) -> None:
         note(warning)
 
 
-def measure(opened: Opened, note: Say, observe: Observe = overlook) -> Evaluation:
-    """The accuracy of an opened model on its validation images."""
+def measure(opened: Opened, note: Say, observe: Observe = overlook, *, among: World = ALONE) -> Evaluation:
+    """The accuracy of an opened model on its validation images, which the processes of `among` share."""
     options, images = opened.options, opened.images
-    world = open_machine(options.machine)
+    world = replace(among, device=open_machine(options.machine).device)
+    world.agree("the model", opened.name)
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: has no validation images; expected data that has some")
     images.check_classes(opened.class_names, where=opened.name)
@@ -258,9 +259,12 @@ def measure(opened: Opened, note: Say, observe: Observe = overlook) -> Evaluatio
         observe=observe,
         tta=options.views.tta,
     )
-    found = evaluator(opened.model, never)
+    try:
+        found = evaluator(opened.model, never)
+    except FailedTogetherError as failed:
+        raise failed.error from failed.error.__cause__
     warning = found.warning(f"{opened.name}: the validation")
-    if warning:
+    if warning and world.is_first:
         note(warning)
     if found.left_out:
         note(evaluate.left_out_line(found.left_out))

@@ -28,10 +28,55 @@ def test_replicas_without_a_device_become_accumulation_with_a_note(falconet):
     assert "gradient-accumulation: 1  # default" in answer.out
 
 
+def test_batch_norm_over_folded_replicas_has_a_note_with_its_cost(falconet):
+    answer = falconet(f"train {TINY} --replicas 8 --batchnorm-span 4 --plan")
+    assert answer.code == 0, answer.err
+    assert (
+        "note: --batchnorm-span 4: the micro-batches of 2 folded replicas run as one of 16 images, with 2 times the"
+        " activations\n" in answer.out
+    )
+    assert "--batchnorm-span 2:" not in falconet(f"train {TINY} --replicas 4 --batchnorm-span 2 --plan").out
+
+
+WORKERS = {"cluster": {"worker": ["left:2222", "right:2222"]}, "task": {"type": "worker", "index": 1}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "batch", "note"),
+    [
+        ("--replicas 4", "32 = micro-batch 8 x accumulation 1 x replicas 4", None),
+        ("--replicas 16", "128 = micro-batch 8 x accumulation 2 x replicas 8", "8 replicas requested, 2 cores are"),
+        (
+            "--replicas 8 --pipeline-splits layer2/0",
+            "64 = micro-batch 8 x accumulation 2 x replicas 4",
+            "4 replicas of 2 stages requested, 2 cores are",
+        ),
+        ("--pipeline-splits layer2/0", "16 = micro-batch 8 x accumulation 1 x replicas 2", None),
+    ],
+)
+def test_a_plan_for_the_hosts_of_tf_config_uses_the_devices_of_each(falconet, monkeypatch, asked, batch, note):
+    monkeypatch.setenv("TF_CONFIG", json.dumps(WORKERS))
+    answer = falconet(f"train {TINY} --iterations 16 {asked} --plan")
+    assert answer.code == 0, answer.err
+    assert f"global batch {batch}" in answer.out
+    assert "note: on each of 2 hosts: " + (note or "") in answer.out or note is None
+    assert ("pipeline of 2 stages" in answer.out) == ("splits" in asked)
+
+
+def test_replicas_that_the_hosts_of_tf_config_cannot_share_are_refused(falconet, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", json.dumps({**WORKERS, "task": {"type": "worker", "index": 0}}))
+    answer = falconet(f"train {TINY} --replicas 3 --plan")
+    assert (answer.code, answer.err) == (
+        2,
+        "falconet train: --replicas: 3 replicas requested on 2 hosts; expected a multiple of 2, because a replica stays"
+        " on one host\n",
+    )
+
+
 MISTAKES = {
     "--replicas 0": "--replicas: got '0', expected a whole number, at least 1, or auto",
     "--replicas 4 --batchnorm-span 3": "--batchnorm-span: got 3, expected a divisor of the number of replicas that run",
-    "--replicas 8 --batchnorm-span 8": "expected a divisor of the number of replicas that run, 4 (of 8 requested)",
+    "--replicas 12 --batchnorm-span 2": "expected a divisor of the number of replicas that run, 4 (of 12 requested)",
     "--replicas 8 --strict-devices": "8 replicas requested, which takes 8 devices; 2 cores are available",
 }
 

@@ -12,6 +12,7 @@ from falconet.parallel.environment import (
     cores_of,
     find_place,
     first_host,
+    is_one_per_host,
     threads_of,
 )
 
@@ -194,6 +195,19 @@ def test_cores_are_divided_unless_the_launcher_binds_them(variables, host, own, 
 
 def test_future_processes_share_the_cores():
     assert cores_of({}, host=8, own=8, expected=4) == 2
+
+
+def test_hosts_that_tf_config_names_once_have_one_process_each():
+    config = {"task": {"type": "worker", "index": 1}}
+    hosts = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, **config})}
+    shared = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "a:2"]}, **config})}
+    mpirun = {f"OMPI_COMM_WORLD_{name}": value for name, value in {"RANK": "1", "SIZE": "2"}.items()}
+    one, two = ({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": each} for each in "12")
+    found = [
+        is_one_per_host(variables, find_place(variables))
+        for variables in (hosts, shared, hosts | mpirun | one, hosts | mpirun | two, shared | mpirun | one)
+    ]
+    assert found == [True, False, True, False, False]
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}

@@ -7,14 +7,16 @@ import re
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import gloo
 from falconet.checkpoint import format
-from falconet.errors import WorldError
+from falconet.errors import ConfigError, WorldError
 from falconet.parallel import launch
+from falconet.parallel.environment import Place
 from runs import assert_bitwise, begin, finish, metrics, updates, wait_for
 from tiny import TINY
 from watched import children, is_gone
@@ -254,3 +256,15 @@ def test_torchrun_restarts_killed_workers_and_gives_the_same_bits(straight, tmp_
     code, _, err = finish(process)
     assert code == 0, err
     assert_bitwise(straight[0] / "r", tmp_path / "r")
+
+
+def test_workers_that_do_not_come_are_reported_in_one_line():
+    port = gloo.free_port()
+    place = Place(launcher="TF_CONFIG", rank=0, size=2, local_rank=0, local_size=1, port=port)
+    with pytest.raises(WorldError, match=rf"^worker 1: cannot meet the others at 127\.0\.0\.1:{port}: [^\n]+$"):
+        launch.meet(replace(place, rank=1), timeout=1)
+    with pytest.raises(WorldError, match=r"^worker 0: cannot meet .*: Timed out .* 1/2 clients joined\.$"):
+        launch.meet(place, timeout=1)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError) as raised:
+        launch.meet(place, timeout=1)
+    assert str(raised.value) == f"TF_CONFIG: 127.0.0.1:{port} is in use; choose a free port"
