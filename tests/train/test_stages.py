@@ -97,7 +97,7 @@ MISTAKES = {
     "--pipeline-splits auto:2 layer2/0": "--pipeline-splits: got 'auto:2 layer2/0', expected layers",
     "--pipeline-splits auto:40 --strict-devices": "1 replica of 40 stages requested, which takes 40 devices; 2 cores",
     "--pipeline-splits layer2/0 --pipeline-schedule interleaved": "--gradient-accumulation: got 1, expected at least 2,"
-    " the number of stages, for --pipeline-schedule interleaved; grouped takes any number",
+    " the number of stages, for --pipeline-schedule interleaved; --pipeline-schedule grouped takes any number",
     "--pipeline-splits layer2/0 --memory-budget 1": "--memory-budget: does not work with --pipeline-splits",
     "--pipeline-splits layer2/0 --pipeline-schedule diagonal": "--pipeline-schedule: got 'diagonal', expected",
     "--pipeline-splits layer2/0 --replicas 2 --batchnorm-span 4": "--batchnorm-span: got 4, expected a divisor of the "
