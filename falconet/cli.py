@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET)
     if is_one_of_several(os.environ):  # torch's C++ logs others that are late as errors; ours take one line
         os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL") or "FATAL"
     name, rest = command_name(words)
+    called = conventions.called or f"falconet {name if name in COMMANDS else ''}".rstrip()
     try:
         return _run(name, rest, conventions)
     except SaidElsewhereError as error:
@@ -56,20 +57,20 @@ def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET)
     except UserError as error:
         message = said_here(os.environ, str(error))
         if message is not None:
-            _complain(conventions.words(message), name if name in COMMANDS else "")
+            _complain(conventions.words(message), called)
         return error.code
     except WorldError as error:
-        _complain(conventions.words(str(error)), name)
+        _complain(conventions.words(str(error)), called)
         return FAILED
     except (Interrupted, KeyboardInterrupt):
         return INTERRUPTED
     except SHORTAGES as error:
         short = memory_shortage(error)
         if short is not None:
-            _complain(f"{short}; expected a smaller batch, a smaller model or more memory", name)
+            _complain(f"{short}; expected a smaller batch, a smaller model or more memory", called)
             return MISTAKE
         if isinstance(error, OSError):
-            return unwritten(error, f"falconet {name}")
+            return unwritten(error, called)
         raise
 
 
@@ -165,5 +166,5 @@ def _print(lines: Sequence[str]) -> None:
     print("\n".join(lines))  # noqa: T201
 
 
-def _complain(message: str, command: str) -> None:
-    print(printable(f"falconet {command}".rstrip() + f": {message}"), file=sys.stderr)  # noqa: T201
+def _complain(message: str, program: str) -> None:
+    print(printable(f"{program}: {message}"), file=sys.stderr)  # noqa: T201

@@ -33,11 +33,11 @@ from falconet.numerics.precision import (
     limit_workspace,
 )
 from falconet.parallel import environment
-from falconet.parallel.division import PROCESSES_PER_CORE
+from falconet.parallel.division import PROCESSES_PER_CORE, processes_of
 from falconet.parallel.world import World, cores, device_kind, open_machine
 from falconet.report import console
 from falconet.report import inference as lines
-from falconet.report.console import Say, are, counted
+from falconet.report.console import Say, are
 from falconet.report.folders import RUNS
 from falconet.report.styles import FALCONET, Conventions
 from falconet.report.trace import TABLE, TRACE, TRACED, write_trace
@@ -68,22 +68,23 @@ def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> in
         )
         return launch(workers, progress=lambda: None, say=console.spoken())
     with open_machine(options.machine, place=place) as world:
+        screen = console.screen_of(world, words=conventions.words)
         if asked > world.size:
-            console.screen_of(world).line(f"note: {folding(asked, place=place, here=here)}")
+            screen.line(f"note: {folding(asked, place=place, here=here)}")
         stages = rules.stages_of(options.inference)
         if stages > _stages(options):
             what = _in_words(device_kind(options.machine.device))
-            console.screen_of(world).line(f"note: {stages} stages requested, {what}: the whole model predicts on one")
+            screen.line(f"note: {stages} stages requested, {what}: the whole model predicts on one")
         subject = _open(options, line, world)
         for note in unused_notes(subject.options, line):
-            console.screen_of(world).line(note)
+            screen.line(note)
         _go(subject, world, conventions)
     return 0
 
 
 def _go(subject: Subject, world: World, conventions: Conventions) -> None:
     """Print what was decided, then measure, trace, or stop there."""
-    options, screen = subject.options, console.screen_of(world)
+    options, screen = subject.options, console.screen_of(world, words=conventions.words)
     decided = []
     if options.inference.half_partial:
         allow_half_partials(world.device)
@@ -119,7 +120,7 @@ def _trace(subject: Subject, world: World) -> None:
 
 def folding(asked: int, *, place: environment.Place | None, here: int) -> str:
     """What becomes of more replicas than there are processes, in the trainer's words."""
-    what = f"{counted(place.size, 'process')} of {place.launcher}" if place else f"{are(here, 'device')} available"
+    what = processes_of(place.launcher, place.size) if place else f"{are(here, 'device')} available"
     runs = "1 runs" if place is None or place.size == 1 else f"{place.size} run"
     return f"{asked} replicas requested, {what}: {runs}, with a batch each"
 

@@ -493,7 +493,7 @@ def _interleaving_needs_micro_batches(options: Any) -> str | None:
     if options.parallel.pipeline_schedule == "interleaved" and accumulation < stages:
         return (
             f"--gradient-accumulation: got {accumulation}, expected at least {stages}, the number of stages,"
-            " for --pipeline-schedule interleaved; grouped takes any number"
+            " for --pipeline-schedule interleaved; --pipeline-schedule grouped takes any number"
         )
     return None
 

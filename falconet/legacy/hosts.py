@@ -25,7 +25,7 @@ from types import FrameType
 from falconet.errors import ConfigError, DeviceError
 from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.parallel import environment
-from falconet.parallel.division import PROCESSES_PER_CORE
+from falconet.parallel.division import over_cores
 from falconet.report.console import are
 
 RENDEZVOUS = 120  # seconds in which the hosts must meet
@@ -142,8 +142,7 @@ def devices() -> tuple[int, str]:
 
 def cores() -> tuple[int, str]:
     """The same for a program that runs on the processor."""
-    count = len(os.sched_getaffinity(0))
-    return PROCESSES_PER_CORE * count, f"{are(count, 'core')} available, for {PROCESSES_PER_CORE} processes each"
+    return over_cores(len(os.sched_getaffinity(0)))
 
 
 def _patient(remote_shell: Sequence[str]) -> Sequence[str]:

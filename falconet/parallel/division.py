@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from falconet.errors import ConfigError, DeviceError
+from falconet.parallel.environment import OURS
 
 PROCESSES_PER_CORE = 2  # on a CPU; more would only compete for time and memory
 
@@ -39,6 +40,13 @@ class Asked:
         return _replicas(self.replicas) + (f" of {self.stages} stages" if self.stages > 1 else "")
 
 
+def over_cores(cores: int) -> tuple[int, str]:
+    """How many processes the cores of a host are enough for, and that in words."""
+    processes = PROCESSES_PER_CORE * cores
+    are = "1 core is" if cores == 1 else f"{cores} cores are"
+    return processes, f"{are} available, enough for {_processes(processes)}"
+
+
 def over_devices(asked: Asked, *, devices: int, what: str) -> Division:
     """As many processes as devices; further replicas become accumulation, or all stages share one process."""
     if asked.processes <= devices:
@@ -73,8 +81,8 @@ def over_processes(asked: Asked, *, size: int, launcher: str, running: int | Non
     """
     if running == 1 < asked.stages:
         whole = over_processes(replace(asked, stages=1), size=size, launcher=launcher)
-        return _in_one(asked, whole, f"{_processes(size)} of {launcher}")
-    total, what = asked.replicas * asked.accumulation, f"{_processes(size)} of {launcher}"
+        return _in_one(asked, whole, processes_of(launcher, size))
+    total, what = asked.replicas * asked.accumulation, processes_of(launcher, size)
     replicas, rest = divmod(size, asked.stages)
     if size == asked.processes:
         return Division(asked.replicas, asked.accumulation, asked.stages)
@@ -96,6 +104,11 @@ def over_processes(asked: Asked, *, size: int, launcher: str, running: int | Non
         f"{asked} with accumulation {asked.accumulation} requested, but {launcher} started {_processes(size)};"
         f" expected {_processes(asked.processes)}{divisor}"
     )
+
+
+def processes_of(launcher: str, size: int) -> str:
+    """What a launcher started, in words; its user typed its name, unless it is ours."""
+    return _processes(size) if launcher == OURS else f"{_processes(size)} of {launcher}"
 
 
 def _processes(number: int) -> str:

@@ -18,10 +18,12 @@ PORT = 29500  # torch's default
 SLURM_PORTS = range(20_000, 40_000)  # so that two jobs on one host get different ports
 WAITING = 3.0  # seconds for the first process to open its port, or to report an error and exit
 ATTEMPT = "FALCONET_ATTEMPT"  # how often our launcher has restarted the workers
+OURS = "falconet"  # our launcher's name; nobody types it
 OWN = "FALCONET_LAUNCHER"  # process id of our launcher
 MEETING = "FALCONET_MEETING"  # private folder in which the workers of our launcher meet, instead of at a port
 FIRST = "first"  # a file in it: the first worker has started
 BOUND = "FALCONET_BOUND"  # this process is already bound to a NUMA node
+TF_CONFIG = "TF_CONFIG"  # TensorFlow's variable, and the name of what it launches
 TETHERED = "FALCONET_TETHERED"  # the launcher that holds our stdin open while it runs, by its name
 REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what the launcher was asked for
 ALL_HOSTS = "FALCONET_LOG_ALL_HOSTS"  # the first process of every host prints, not only that of the first
@@ -150,9 +152,9 @@ def stages_running(environment: Mapping[str, str]) -> int | None:
 
 def is_one_per_host(environment: Mapping[str, str], place: Place) -> bool:
     """Whether each host of TF_CONFIG has one process, which starts those that the plan needs there."""
-    if place.launcher not in ("TF_CONFIG", "mpirun") or place.local_size > 1:
+    if place.launcher not in (TF_CONFIG, "mpirun") or place.local_size > 1:
         return False
-    cluster = json.loads(environment.get("TF_CONFIG") or "{}").get("cluster", {})
+    cluster = json.loads(environment.get(TF_CONFIG) or "{}").get("cluster", {})
     hosts = [address.rsplit(":", 1)[0] for address in (*cluster.get("chief", []), *cluster.get("worker", []))]
     return len(set(hosts)) == len(hosts) == place.size
 
@@ -165,7 +167,8 @@ def attempt(environment: Mapping[str, str]) -> int:
 def _torchrun(environment: Mapping[str, str]) -> Place | None:
     if not _are_set(environment, "RANK", "WORLD_SIZE"):
         return None
-    return _place(environment, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    launcher = OURS if environment.get(OWN) else environment.get(TETHERED) or "torchrun"
+    return _place(environment, launcher, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Place | None:
@@ -209,7 +212,7 @@ def first_host(nodes: str) -> str:
 
 def _tf_config(environment: Mapping[str, str]) -> Place | None:
     """TensorFlow's variable: the chief first, then the workers, each as host:port."""
-    text = environment.get("TF_CONFIG")
+    text = environment.get(TF_CONFIG)
     if not text:
         return None
     try:
@@ -224,7 +227,7 @@ def _tf_config(environment: Mapping[str, str]) -> Place | None:
         host, port = everyone[0].rsplit(":", 1)
         own = [number for number, name in enumerate(hosts) if name == hosts[rank]]
         place = Place(
-            launcher="TF_CONFIG",
+            launcher=TF_CONFIG,
             rank=rank,
             size=len(everyone),
             local_rank=own.index(rank),
@@ -264,7 +267,7 @@ def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, 
 def _first_of_cluster(environment: Mapping[str, str]) -> tuple[str | None, int]:
     """The first process in TF_CONFIG, which under mpirun is the same for all processes, without an index."""
     try:
-        cluster = json.loads(environment.get("TF_CONFIG") or "{}").get("cluster", {})
+        cluster = json.loads(environment.get(TF_CONFIG) or "{}").get("cluster", {})
         host, port = [*cluster.get("chief", []), *cluster.get("worker", [])][0].rsplit(":", 1)
         return host, int(port)
     except (ValueError, AttributeError, IndexError):

@@ -314,6 +314,7 @@ class Conventions:
     logs_where_it_saves: bool = False  # --checkpoint-output-path is the run folder too
     heartbeat: float | None = None  # seconds without a line after which a pipe gets one; None: one at the start
     words: Callable[[str], str] = str  # a line with the options as the program that was started names them
+    called: str | None = None  # the program that was started, as its errors begin; None: falconet and the command
     program: tuple[str, ...] = ("-m", "falconet")  # Python's arguments that start a worker, before its command
 
 

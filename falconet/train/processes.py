@@ -24,9 +24,9 @@ from falconet.data.dataset import Dataset
 from falconet.errors import CheckpointError, ConfigError, DeviceError, WorldError, named_option
 from falconet.parallel import environment, world
 from falconet.parallel.division import (
-    PROCESSES_PER_CORE,
     Asked,
     Division,
+    over_cores,
     over_devices,
     over_hosts,
     over_processes,
@@ -163,8 +163,7 @@ def _start_on_host(argv: Sequence[str], launch: Launch, hosts: "Hosts") -> int:
 
     own, say = launch.division.processes // hosts.size, Screen(words=launch.conventions.words).line
     if hosts.rank > 0:
-        where = f"worker {hosts.rank} of {hosts.size} on {socket.gethostname()}"
-        say(f"{where}: {counted(own, 'process')} here; worker 0 prints what is trained, and saves")
+        say(_as_worker(hosts.rank, hosts.size, own))
     for note in launch.division.notes if hosts.rank == 0 else ():
         say(f"note: {note}")
     workers = Workers(
@@ -179,6 +178,19 @@ def _start_on_host(argv: Sequence[str], launch: Launch, hosts: "Hosts") -> int:
         return run_workers(workers, progress=lambda: None, say=say)
     except WorldError as error:
         raise WorldError(f"{error}; to continue, start the same line with --resume on every worker") from None
+
+
+def introduction(launch: Launch) -> str | None:
+    """What a worker of TF_CONFIG that was started by hand prints, because the first one prints the rest."""
+    place = launch.place
+    if place is None or place.launcher != environment.TF_CONFIG or place.rank == 0:
+        return None
+    return _as_worker(place.rank, place.size, 1)
+
+
+def _as_worker(rank: int, size: int, own: int) -> str:
+    where = f"worker {rank} of {size} on {socket.gethostname()}"
+    return f"{where}: {counted(own, 'process')} here; worker 0 prints what is trained, and saves"
 
 
 def check_alike(world: World, loaded: Options, restored: Restored) -> None:
@@ -274,6 +286,7 @@ def _divided(loaded: Options, asked: Asked, place: Place | None) -> Division:
         running = environment.stages_running(os.environ)
         try:
             division = over_processes(asked, size=place.size, launcher=place.launcher, running=running)
+            division = _over_workers(division, place)
             # The process that started this one on its host has printed why.
             return replace(division, notes=()) if running and environment.OWN in os.environ else division
         except DeviceError as error:
@@ -285,13 +298,23 @@ def _divided(loaded: Options, asked: Asked, place: Place | None) -> Division:
         return over_devices(asked, devices=devices, what=what)
 
 
+def _over_workers(division: Division, place: Place) -> Division:
+    """The division, with a note if it lays each replica's pipeline across the workers of TF_CONFIG."""
+    if place.launcher != environment.TF_CONFIG or division.stages == 1:
+        return division
+    where = "" if place.local_size > 1 else " of different hosts"
+    note = (
+        f"the {division.stages} stages of a replica run in {division.stages} workers of TF_CONFIG{where}, one in each"
+    )
+    return replace(division, notes=(*division.notes, note))
+
+
 def devices_of(machine: options.Machine) -> tuple[int, str]:
     """How many processes the devices of this host are enough for, and that in words."""
     if device_kind(machine.device) == "cuda":
         count = torch.cuda.device_count()
         return max(1, count), f"{are(count, 'CUDA device')} available"
-    cores = world.cores()
-    return PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} available, for {PROCESSES_PER_CORE} processes each"
+    return over_cores(world.cores())
 
 
 def _check_stages(stages: int) -> None:

@@ -24,7 +24,7 @@ from falconet.errors import CheckpointError, ConfigError, Interrupted, ShortageE
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
 from falconet.parallel.data_parallel import digest
-from falconet.report.console import are, counted
+from falconet.report.console import Screen, are, counted
 from falconet.report.epochs import in_short
 from falconet.report.mlperf import MlperfLog
 from falconet.report.styles import FALCONET
@@ -85,7 +85,10 @@ def carry_out(launch: Launch) -> int:
 
 
 def _carried_out(launch: Launch) -> int:
-    began, site = time.time(), build.open_site(launch)
+    began = time.time()
+    if introduced := processes.introduction(launch):
+        Screen(words=launch.conventions.words).line(introduced)
+    site = build.open_site(launch)
     world, screen = site.world, site.screen
     with (
         world,

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from falconet.bench.timing import Series, Trial
 from falconet.commands import bench_infer
-from falconet.parallel.environment import Place
+from falconet.parallel.environment import OURS, Place
 from layouts import encoded, photo
 from tiny import TINY
 
@@ -129,6 +130,9 @@ def test_launched_processes_are_not_called_devices():
     started = Place(rank=0, size=4, local_rank=0, local_size=4, launcher="torchrun")
     assert folding(16, place=started, here=2) == (
         "16 replicas requested, 4 processes of torchrun: 4 run, with a batch each"
+    )
+    assert folding(16, place=replace(started, launcher=OURS), here=2) == (
+        "16 replicas requested, 4 processes: 4 run, with a batch each"
     )
 
 

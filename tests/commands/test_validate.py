@@ -410,7 +410,7 @@ def test_replicas_that_find_no_device_are_left_out_with_a_note(falconet, monkeyp
     Path("r").mkdir()
     answer = falconet("validate r --replicas 9 --device cpu")
     assert answer.out == (
-        "note: 9 replicas requested, 2 cores are available, for 2 processes each: 4 measure, with the same result\n"
+        "note: 9 replicas requested, 2 cores are available, enough for 4 processes: 4 measure, with the same result\n"
     )
     assert [(each.processes, each.restarts) for each in started] == [(4, 0)]
 

@@ -6,6 +6,9 @@ import pytest
 
 from falconet.errors import ConfigError
 from falconet.parallel.environment import (
+    OURS,
+    OWN,
+    TETHERED,
     Place,
     asked_of_launcher,
     attempt,
@@ -226,3 +229,10 @@ THREADS = {
 @pytest.mark.parametrize(("variables", "threads"), THREADS.values(), ids=THREADS)
 def test_omp_num_threads_is_respected(variables, threads):
     assert threads_of(variables, cores=8) == threads
+
+
+@pytest.mark.parametrize(("own", "name"), [({}, "torchrun"), ({TETHERED: "poprun"}, "poprun"), ({OWN: "7"}, OURS)])
+def test_a_launcher_has_the_name_that_its_user_knows(own, name):
+    place = find_place({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **own})
+    assert place is not None
+    assert place.launcher == name
