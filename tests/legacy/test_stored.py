@@ -56,9 +56,31 @@ def test_tensorflow_options_are_stored_under_its_names_as_numbers(started):
     }
     # Computed from data and model, as the original does; --no-validation was stored so too.
     computed = {"dataset": "cifar-10", "model_size": "8", "weight_decay": 1e-6, "groups": 16, "epochs": None}
-    assert (
-        stored.items() >= {**typed, **computed, "validation": False, "batch_norm": False, "ckpts_per_epoch": 1}.items()
-    )
+    assert stored.items() >= {**typed, **computed, "validation": False, "ckpts_per_epoch": 1}.items()
+
+
+NORMS = {  # what the name of the run folder says too
+    "--dataset cifar-10 --model-size 8": (True, False),
+    "--dataset cifar-10 --model-size 8 --group-norm": (False, True),
+    "--dataset imagenet --model-size 50": (False, True),
+    "--dataset imagenet --model-size 50 --batch-norm": (True, False),
+    "--dataset imagenet --model efficientnet --model-size B0": (False, True),
+}
+
+
+@pytest.mark.parametrize("line", NORMS)
+def test_tensorflow_norm_that_is_used_is_stored(line):
+    stored = translate("tf1:train.py", ["--generated-data", *line.split()]).stored
+    assert (stored["batch_norm"], stored["group_norm"]) == NORMS[line]
+
+
+def test_tensorflow_options_have_one_key_each():
+    line = "--generated-data --dataset imagenet --model efficientnet --model-size B0 --stochastic-rounding OFF"
+    stored = translate("tf1:train.py", line.split()).stored
+    one_key = {"hostside_norm": False, "no_stochastic_rounding": True, "proxy_recompute": True}
+    assert stored.items() >= one_key.items()
+    others = {"no_hostside_norm", "stochastic_rounding", "no_proxy_recompute", "no_validation", "valid_batch_size"}
+    assert not stored.keys() & others
 
 
 @pytest.mark.parametrize(
