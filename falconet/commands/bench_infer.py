@@ -22,7 +22,7 @@ from falconet.data.buffers import Batch
 from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape, SyntheticLoader
-from falconet.errors import CheckpointError, named_option
+from falconet.errors import CheckpointError, DataError, named_option
 from falconet.models import splits
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import (
@@ -296,6 +296,10 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
     regime = REGIMES[options.machine.precision]
     note = console.spoken(world)
     found = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape)
+    if not len(images.validation):
+        raise DataError(
+            f"{images.where or images.kind}: no photo is left for validation; expected more photos, or --val-fraction 1"
+        )
     held = islice(found.batches(), min(HELD, data.iterations))
     return [batch._replace(images=_held(batch.images, world.device)) for batch in held]
 

@@ -10,6 +10,7 @@ import torch
 from falconet.bench.timing import Series, Trial
 from falconet.commands import bench_infer
 from falconet.parallel.environment import Place
+from layouts import encoded, photo
 from tiny import TINY
 
 SMALL = "bench infer --data generated --micro-batch-size 4 --iterations 12 --image-size 16 --threads 1 --device cpu"
@@ -262,3 +263,14 @@ def test_stages_on_several_devices_predict_what_the_model_does(falconet, monkeyp
     (whole, expected), (staged, found) = seen
     assert (whole != staged, staged) == (True, "OverDevices")
     assert torch.equal(found, expected)
+
+
+def test_photos_of_which_none_validates_are_reported(falconet, tmp_path):
+    photos = tmp_path / "photos"
+    for name in ("cat", "dog"):
+        (photos / name).mkdir(parents=True)
+        (photos / name / "1.jpg").write_bytes(encoded(photo(1, width=40, height=40)))
+    line = "bench infer --model resnet8-cifar --image-size 32 --micro-batch-size 1 --threads 1 --device cpu"
+    answer = falconet(f"{line} --data folder --data-dir {photos}")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "no photo is left for validation; expected more photos, or --val-fraction 1" in answer.err
