@@ -146,7 +146,7 @@ def _validated(measured: Measured, *, count: int) -> Validated:
     return Validated(
         name=opened.name,
         update=opened.update,
-        epoch=float(opened.epoch.partition(" ")[0] or 0),
+        epoch=opened.epochs,
         accuracy=found.score,
         loss=found.loss,
         images=found.images,

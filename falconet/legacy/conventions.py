@@ -196,7 +196,8 @@ class TensorFlow:
         ):
             self.to.kept_line(text)
         if facts.restored:
-            self.to.kept_line(f"Restoring training from latest checkpoint: {facts.restored}")
+            latest = "latest " if facts.is_newest else ""
+            self.to.kept_line(f"Restoring training from {latest}checkpoint: {facts.restored}")
 
     def begin_epoch(self, epoch: int, of: int) -> None:
         """The original printed nothing."""
@@ -325,7 +326,7 @@ class PopArt:
 
 
 def pytorch_folder(shape: RunShape) -> Path:
-    return _first_free(lambda: f"{pytorch_name(shape)}{folders.suffix(shape)}_{_three()}")
+    return _first_free(shape, lambda: f"{pytorch_name(shape)}{folders.suffix(shape)}_{_three()}")
 
 
 def pytorch_name(shape: RunShape) -> str:
@@ -334,7 +335,7 @@ def pytorch_name(shape: RunShape) -> str:
 
 def tensorflow_folder(shape: RunShape) -> Path:
     version = falconet.__version__
-    return _first_free(lambda: f"{tensorflow_name(shape)}{folders.suffix(shape)}_v{version}_{_three()}")
+    return _first_free(shape, lambda: f"{tensorflow_name(shape)}{folders.suffix(shape)}_v{version}_{_three()}")
 
 
 def tensorflow_name(shape: RunShape) -> str:
@@ -369,9 +370,8 @@ def _tensorflow_model(model: str) -> str:
 
 def popart_folder(shape: RunShape) -> Path:
     size = re.search(r"\d+", shape.model)
-    return folders.numbered(
-        folders.home("logs") / folders.now() / (size[0] if size else shape.model), folders.suffix(shape)[1:] or "net"
-    )
+    parent = folders.home(shape.parent or "logs") / folders.now() / (size[0] if size else shape.model)
+    return folders.numbered(parent, folders.suffix(shape)[1:] or "net")
 
 
 def _three() -> str:
@@ -379,8 +379,9 @@ def _three() -> str:
     return "".join(random.SystemRandom().choices(string.ascii_uppercase + string.digits, k=3))
 
 
-def _first_free(name: Callable[[], str]) -> Path:
-    return next(folder for _ in range(1000) if not (folder := folders.home("logs") / name()).exists())
+def _first_free(shape: RunShape, name: Callable[[], str]) -> Path:
+    parent = folders.home(shape.parent or "logs")
+    return next(folder for _ in range(1000) if not (folder := parent / name()).exists())
 
 
 def pytorch_batch(batch: TimedBatch) -> str:

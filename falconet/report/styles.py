@@ -42,6 +42,7 @@ class Facts:
     validates: bool = True
     averages: bool = False  # the moving average of the weights is validated too
     restored: Path | None = None  # the checkpoint that the run continues from
+    is_newest: bool = True  # there is no newer one beside it
     typed: Mapping[str, object] | None = None  # the options of the original that was started; None: of none
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from falconet.checkpoint.format import whole_after
 from falconet.checkpoint.state import Totals, TrainState
 from falconet.config import commands, rules
 from falconet.config.fields import options_of, value_of
@@ -178,7 +179,7 @@ def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> S
     """The style of a phase, with its first lines printed; only the first process writes files."""
     options, is_first, conventions = built.options, built.site.world.is_first, built.launch.conventions
     style = conventions.style(RunLog(built.site.screen.line, folder if is_first else None, sinks=sinks))
-    asked = built.launch.loaded.options
+    asked, restored = built.launch.loaded.options, built.restored
     style.begin(
         Facts(
             options={name: value_of(asked, option) for name, option in options_of(type(asked)).items()},
@@ -194,7 +195,8 @@ def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> S
             metric=built.images.metric,
             validates=built.plan.validation_mode != "none",
             averages=options.optimizer.ema_half_life is not None,
-            restored=built.restored.folder if built.restored else None,
+            restored=restored.folder if restored else None,
+            is_newest=not restored or whole_after(restored.folder.parent, restored.manifest.progress) is None,
         )
     )
     return style

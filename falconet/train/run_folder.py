@@ -483,6 +483,14 @@ def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loade
     return replace(loaded, options=options, sources=sources)
 
 
+def beside(restored: Checkpoint, conventions: Conventions) -> Conventions:
+    """The conventions of a restored run: a new run folder goes beside that of the checkpoint."""
+    lies, fresh = home(restored), conventions.run_folder
+    if lies is None:
+        return conventions
+    return replace(conventions, run_folder=lambda shape: fresh(replace(shape, parent=lies.parent)))
+
+
 def home(restored: Checkpoint) -> Path | None:
     """The run folder that a checkpoint lies in, directly or in its folder of checkpoints; None: in none."""
     # As spelled: a checkpoint that is a link must not lead to another run.

@@ -48,6 +48,7 @@ class Opened:
     images: Dataset
     class_names: tuple[str, ...]
     update: int = 0  # updates that made its weights
+    epochs: float = 0.0  # as many, `epoch` as a number
     metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, at the update it was saved at
     is_better: bool = True  # of a checkpoint's weights and their moving average, by their validation
     other_data: Path | None = None  # the data folder, if it is not the one that its run was trained on
@@ -96,10 +97,19 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
             continue
         model = _built(options, classes=manifest.classes)
         load_weights(model, format.model_weights(folder, manifest, stem), where=str(folder), name=options.model.model)
-        epoch, update = epoch_of(manifest), manifest.progress.update
-        name, metrics = folder.name + suffix, manifest.metrics
-        is_better = stem == manifest.better_stem
-        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics, is_better, other)
+        yield Opened(
+            name=folder.name + suffix,
+            epoch=epoch_of(manifest),
+            model=model,
+            options=options,
+            images=images,
+            class_names=manifest.class_names,
+            update=manifest.progress.update,
+            epochs=manifest.progress.epochs,
+            metrics=manifest.metrics,
+            is_better=stem == manifest.better_stem,
+            other_data=other,
+        )
 
 
 def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tuple[ValidateOptions, Dataset]:
