@@ -407,6 +407,8 @@ def _at_port(place: Place, wait: Wait) -> Store:
 def _share_a_network(store: Store, wait: Wait) -> bool:
     """Whether all processes are on one host, whatever its name."""
     own = network.namespace()
+    if environment.has_agent_store(os.environ):
+        store = PrefixStore("workers", store)  # the hosts have met at the same one
     return {own} == set(meeting.exchange(store, meeting.PROCESS, own, wait=wait)) != {""}
 
 
