@@ -316,9 +316,11 @@ def _unfreezing_is_undivided(options: Any) -> str | None:
 
 def _warmup_ends_before_training(options: Any) -> str | None:
     warmup, epochs = options.learning_rate.warmup_epoch, options.training.epoch
-    if epochs != "auto" and warmup > epochs and options.training.updates is None:  # else it depends on the data
-        return f"--warmup-epoch: got {warmup:g}, expected at most --epoch, which is {epochs}"
-    return None
+    if epochs == "auto" or warmup <= epochs or options.training.updates is not None:  # else it depends on the data
+        return None
+    if epochs < 1:  # the warm-up may be the default
+        return f"--epoch: got {epochs:g}, but --warmup-epoch is {warmup:g}; expected --warmup-epoch {epochs / 10:g} too"
+    return f"--warmup-epoch: got {warmup:g}, expected at most --epoch, which is {epochs}"
 
 
 def _one_factor_per_drop(options: Any) -> str | None:

@@ -37,7 +37,7 @@ class Facts:
     replicas: int
     stages: int  # of one replica
     image_size: int
-    epochs: int  # done at the end
+    epochs: float  # done at the end
     metric: Metric = ACCURACY
     validates: bool = True
     averages: bool = False  # the moving average of the weights is validated too

@@ -77,6 +77,7 @@ class Log:
                 **self._scale_metrics(totals),
             },
         )
+        self.output.measurements.note(update, self._means(self.state.progress.epoch))
         for each in self.also:
             each(update)
         self.output.style.log(self._point(totals, rate))
@@ -98,9 +99,12 @@ class Log:
         totals = meter.end_epoch()
         rate = self._epoch_laps.end(totals.images)
         self._images += rate.images
-        means = {"train/loss": totals.mean_loss, f"train/{self.metric.training}": totals.accuracy}
-        self.output.measurements.note(self.state.progress.update, means)  # not those of the last interval alone
+        self.output.measurements.note(self.state.progress.update, self._means(totals))
         self.output.style.end_epoch(self._point(totals, rate))
+
+    def _means(self, epoch: Totals) -> dict[str, float]:
+        """What a checkpoint states: of the epoch so far, not of the last interval alone."""
+        return {"train/loss": epoch.mean_loss, f"train/{self.metric.training}": epoch.accuracy}
 
     def end(self) -> None:
         """After the last update."""
@@ -186,7 +190,7 @@ def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> S
             replicas=built.plan.replicas,
             stages=rules.stages_of(options.parallel),
             image_size=built.images.training.image_size,
-            epochs=built.plan.last_epoch,
+            epochs=built.plan.epoch_at(built.plan.updates),
             metric=built.images.metric,
             validates=built.plan.validation_mode != "none",
             averages=options.optimizer.ema_half_life is not None,

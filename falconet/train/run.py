@@ -25,6 +25,7 @@ from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
 from falconet.parallel.data_parallel import digest
 from falconet.report.console import are, counted
+from falconet.report.epochs import in_short
 from falconet.report.mlperf import MlperfLog
 from falconet.report.styles import FALCONET
 from falconet.report.throughput import Stopwatch
@@ -274,10 +275,17 @@ def _nothing_left(built: BuiltPhase, progress: Progress) -> str | None:
         )
     if progress.update < built.plan.updates:
         return None
-    is_whole = built.options.training.has_whole_epochs
-    done, each = (built.plan.last_epoch, "epoch") if is_whole else (built.plan.updates, "update")
-    length = f"{'all ' if done > 1 else ''}{are(done, each)} done"
+    if built.options.training.updates is not None:
+        length = _all(built.plan.updates, "update")
+    elif built.options.training.has_whole_epochs:
+        length = _all(built.plan.last_epoch, "epoch")
+    else:
+        length = f"all {in_short(built.plan.epoch_at(built.plan.updates))} epochs are done"
     return f"{length}; a larger {built.phase.length} continues the run"
+
+
+def _all(count: int, what: str) -> str:
+    return f"{'all ' if count > 1 else ''}{are(count, what)} done"
 
 
 def _mark(launch: Launch) -> str:
@@ -301,6 +309,8 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, ba
     run_folder.check_saved(saved, options, restored=launch.restored)  # the run that held the lock may have just ended
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
+    if options.run.resume and not launch.restored:
+        run_folder.check_resumed(folder, saved)
     if launch.restored or launch.again or options.run.resume:
         again = launch.again or options.run.resume
         run_folder.continue_log(folder, launch.restored, conventions=launch.conventions, again=again)
@@ -522,7 +532,7 @@ def _update(
         watch.log.begin_epoch(epoch)
         return screen.counts(
             saving.output.stopwatch.waits(loader.updates(epoch, skip=skip)),
-            epoch=f"epoch {epoch + 1}/{plan.last_epoch}",
+            epoch=f"epoch {epoch + 1}/{in_short(plan.epoch_at(plan.updates))}",
             total=min(plan.updates_per_epoch, plan.updates - plan.update_at(epoch, 0)),
             done=skip,
         )

@@ -250,6 +250,15 @@ def kept(options: commands.TrainOptions) -> int | None:
     return max(KEPT, int(last))
 
 
+def check_resumed(folder: Path, saved: Path) -> None:
+    """Refuse to start anew, with --resume, a run that has saved its checkpoints elsewhere."""
+    stated = (_config(folder) or {}).get("checkpoint-output-path")
+    if stated and Path(stated).absolute() != saved.absolute() and checkpoints_in(Path(stated)):
+        raise ConfigError(
+            f"--resume: the checkpoints of {folder} are in {stated}; expected --checkpoint-output-path {stated}"
+        )
+
+
 def continue_log(
     folder: Path, restored: Checkpoint | None, *, conventions: Conventions = FALCONET, again: bool = False
 ) -> None:

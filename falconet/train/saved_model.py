@@ -59,6 +59,13 @@ def global_batch(options: TrainOptions) -> int:
     return options.data.micro_batch * micro_batches
 
 
+def _here(gone: Path) -> str:
+    """A suggestion, if the end of a path leads somewhere from the current folder: a project may have been moved."""
+    ends = (Path(*gone.parts[start:]) for start in range(1, len(gone.parts)))
+    found = next((end for end in ends if end.exists()), None)
+    return f"; did you mean '--data-dir {found}'?" if found else ""
+
+
 def refuse_download(loaded: Loaded[Any]) -> None:
     """Never download data that only a checkpoint names; its photos must be where the run had them."""
     if any(is_asked_for(loaded.sources.get(name)) for name in ("data", "data-dir")):
@@ -68,7 +75,7 @@ def refuse_download(loaded: Loaded[Any]) -> None:
         here = "" if data.data_dir.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
             f"{data.data_dir}: no such folder{here}; the run was trained on it; expected --data-dir, where its photos"
-            " are"
+            f" are{_here(data.data_dir)}"
         )
     try:
         require_local(data)

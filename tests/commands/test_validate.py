@@ -254,6 +254,21 @@ def test_a_run_finds_its_photos_from_another_folder_or_asks_for_them(falconet, i
     assert falconet(f"{command} --checkpoint-input-path ../r --data-dir ../moved").code == 0
 
 
+def test_photos_that_moved_with_their_run_are_suggested(falconet, image_folder, monkeypatch):
+    Path("project").mkdir()
+    image_folder.rename("project/photos")
+    monkeypatch.chdir("project")
+    line = "train photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --threads 1 --device cpu"
+    assert falconet(f"{line} --warmup-epoch 0 --pretrained none --run-dir r").code == 0
+    monkeypatch.chdir("..")
+    Path("project").rename("renamed")
+    monkeypatch.chdir("renamed")
+    answer = falconet("validate r")
+    assert answer.code == 2
+    assert "expected --data-dir, where its photos are; did you mean '--data-dir photos'?" in answer.err
+    assert falconet("validate r --data-dir photos").code == 0
+
+
 class Hostile:
     def __reduce__(self):
         return os.mkdir, ("executed",)

@@ -116,6 +116,17 @@ def test_checkpoint_has_the_loss_and_the_accuracy_of_its_epoch(falconet):
     )
 
 
+def test_checkpoint_within_an_epoch_has_the_mean_of_the_epoch_so_far(falconet):
+    line = f"train {TINY} --epoch 1 --logs-per-epoch 4 --checkpoint-save-freq 0.5 --checkpoints-kept all --run-dir r"
+    assert falconet(line).code == 0
+    lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    half = next(each for each in format.checkpoints_in(Path("r")) if format.read_manifest(each).progress.update == 2)
+    stored = format.read_manifest(half).content["metrics"]
+    assert stored["train_loss"] == pytest.approx(sum(losses[:2]) / 2)
+    assert stored["train_loss"] != losses[1]
+
+
 def test_edited_table_does_not_stop_a_restore(falconet):
     assert falconet(f"{LINE} --epoch 1 --run-dir a", "pytorch").code == 0
     Path("a/training.csv").write_text("notes\nof mine\n")
