@@ -5,10 +5,9 @@ import json
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from falconet.errors import ConfigError
 
@@ -151,12 +150,13 @@ def stages_running(environment: Mapping[str, str]) -> int | None:
 
 
 def is_one_per_host(environment: Mapping[str, str], place: Place) -> bool:
-    """Whether each host of TF_CONFIG has one process, which starts those that the plan needs there."""
-    if place.launcher not in (TF_CONFIG, "mpirun") or place.local_size > 1:
+    """Whether each host has one process of TF_CONFIG or mpirun, which starts those that the plan needs there."""
+    if place.launcher == "mpirun":
+        return place.local_size == 1
+    if place.launcher != TF_CONFIG:
         return False
-    cluster = json.loads(environment.get(TF_CONFIG) or "{}").get("cluster", {})
-    hosts = [address.rsplit(":", 1)[0] for address in (*cluster.get("chief", []), *cluster.get("worker", []))]
-    return len(set(hosts)) == len(hosts) == place.size
+    hosts = [_host(address) for address in _cluster(environment)]
+    return len(set(hosts)) == len(hosts)
 
 
 def attempt(environment: Mapping[str, str]) -> int:
@@ -212,43 +212,64 @@ def first_host(nodes: str) -> str:
 
 def _tf_config(environment: Mapping[str, str]) -> Place | None:
     """TensorFlow's variable: the chief first, then the workers, each as host:port."""
-    text = environment.get(TF_CONFIG)
-    if not text:
+    everyone = _cluster(environment)
+    if not everyone:
         return None
-    try:
-        content: Any = json.loads(text)
-        cluster, task = content.get("cluster", {}), content.get("task", {})
-        chiefs, workers = cluster.get("chief", []), cluster.get("worker", [])
-        everyone = [*chiefs, *workers]
-        if not everyone:
-            return None
+    hosts = [_host(address) for address in everyone]
+    with _parsed():
+        content = json.loads(environment[TF_CONFIG])
+        chiefs, task = content["cluster"].get("chief", []), content.get("task", {})
         rank = int(task["index"]) + (len(chiefs) if task["type"] == "worker" else 0)
-        hosts = [address.rsplit(":", 1)[0] for address in everyone]
-        host, port = everyone[0].rsplit(":", 1)
         own = [number for number, name in enumerate(hosts) if name == hosts[rank]]
-        place = Place(
+        return Place(
             launcher=TF_CONFIG,
             rank=rank,
             size=len(everyone),
             local_rank=own.index(rank),
             local_size=len(own),
-            address=host,
-            port=int(port),
+            address=hosts[0],
+            port=_port(everyone[0]),
         )
+
+
+def _cluster(environment: Mapping[str, str]) -> list[str]:
+    """The host:port of every process in TF_CONFIG; none without it, or for a single process."""
+    with _parsed():
+        content = json.loads(environment.get(TF_CONFIG) or "{}")
+        cluster = content.get("cluster", {})
+        everyone = [*cluster.get("chief", []), *cluster.get("worker", [])]
+        for address in everyone:
+            if not (isinstance(address, str) and re.fullmatch(r".+:\d+", address)):
+                raise ValueError(f"{address!r} is not host:port")
+        return everyone
+
+
+@contextlib.contextmanager
+def _parsed() -> Iterator[None]:
+    try:
+        yield
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(
             "TF_CONFIG: cannot be parsed; expected JSON such as {'cluster': {'worker': ['host:port', ...]}, 'task':"
             f" {{'type': 'worker', 'index': 0}}}} ({type(error).__name__}: {error})"
         ) from error
-    return place
+
+
+def _host(address: str) -> str:
+    return address.rsplit(":", 1)[0]
+
+
+def _port(address: str) -> int:
+    return int(address.rsplit(":", 1)[1])
 
 
 def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str, local: str) -> Place:
     """A place from four variables; without the local ones, all processes are assumed to be on this host."""
     own, everyone = _number(environment, rank), _number(environment, size)
     local_size = _number(environment, local, everyone)
-    first, port = _first_of_cluster(environment)
-    address = environment.get("MASTER_ADDR") or first
+    # Under mpirun, TF_CONFIG is the same for all processes, without an index.
+    cluster = [] if _are_set(environment, "MASTER_ADDR", "MASTER_PORT") else _cluster(environment)
+    address = environment.get("MASTER_ADDR") or (_host(cluster[0]) if cluster else None)
     if environment.get(local) and local_size == everyone and not has_agent_store(environment):
         address = LOOPBACK  # all are on this host, so no other needs to reach the first process
     if not address and local_size < everyone:
@@ -260,18 +281,8 @@ def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, 
         local_rank=_number(environment, local_rank, own),
         local_size=local_size,
         address=address or LOOPBACK,
-        port=_number(environment, "MASTER_PORT", port),
+        port=_number(environment, "MASTER_PORT", _port(cluster[0]) if cluster else PORT),
     )
-
-
-def _first_of_cluster(environment: Mapping[str, str]) -> tuple[str | None, int]:
-    """The first process in TF_CONFIG, which under mpirun is the same for all processes, without an index."""
-    try:
-        cluster = json.loads(environment.get(TF_CONFIG) or "{}").get("cluster", {})
-        host, port = [*cluster.get("chief", []), *cluster.get("worker", [])][0].rsplit(":", 1)
-        return host, int(port)
-    except (ValueError, AttributeError, IndexError):
-        return None, PORT
 
 
 def _are_set(environment: Mapping[str, str], *names: str) -> bool:

@@ -10,7 +10,6 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -22,9 +21,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from falconet import exits, writing
 from falconet.errors import ConfigError, Interrupted, WorldError
 from falconet.exits import DONE, INTERRUPTED, MISTAKE
-from falconet.parallel import environment, rendezvous
+from falconet.parallel import environment, meeting, rendezvous
 from falconet.parallel.environment import Place
 from falconet.parallel.host import none_left
+from falconet.parallel.meeting import Wait
 
 FINAL = (MISTAKE, INTERRUPTED)  # exit codes after which restarting would not help
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent handles these
@@ -54,31 +54,21 @@ class Hosts:
     address: str
     port: int
     store: Store
-
-    def fewest(self, devices: int) -> int:
-        """The least number of devices that any of them has."""
-        keys = [f"devices/{rank}" for rank in range(self.size)]
-        try:
-            self.store.set(keys[self.rank], str(devices))
-            return min(int(found) for found in self.store.multi_get(keys))
-        except (DistError, RuntimeError) as error:
-            raise WorldError(
-                f"worker {self.rank}: not all {self.size} workers came to {self.address}:{self.port}:"
-                f" {str(error).partition(chr(10))[0]}"
-            ) from error
+    fewest: int  # devices that any of them has
 
 
-def meet(place: Place, *, timeout: float) -> Hosts:
-    """Meet the processes of the other hosts."""
-    where, wait = f"{place.address}:{place.port}", timedelta(seconds=timeout)
+def meet(place: Place, *, devices: int, timeout: float) -> Hosts:
+    """Meet the processes of the other hosts; this one has so many devices."""
+    where, wait = f"{place.address}:{place.port}", Wait(place, timeout=timeout)
     try:
-        store = rendezvous.open_in_order(place.address, place.port, rank=place.rank, size=place.size, wait=wait)
+        store = meeting.open_store(wait)
+        fewest = min(map(int, meeting.exchange(store, meeting.HOST, str(devices), wait=wait)))
     except (OSError, DistError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise ConfigError(f"{place.launcher}: {where} is in use; choose a free port") from error
         reason = str(error).partition("\n")[0]
         raise WorldError(f"worker {place.rank}: cannot meet the others at {where}: {reason}") from error
-    return Hosts(rank=place.rank, size=place.size, address=place.address, port=place.port, store=store)
+    return Hosts(rank=place.rank, size=place.size, address=place.address, port=place.port, store=store, fewest=fewest)
 
 
 def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[str], None]) -> int:

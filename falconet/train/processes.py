@@ -84,7 +84,7 @@ def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventi
     loaded, images = defaults.settled(loaded, images)
     loaded = _settled(loaded, restored, place)
     asked, hosts = _asked(loaded), None
-    if place is not None and environment.is_one_per_host(os.environ, place) and asked.processes != place.size:
+    if place is not None and environment.is_one_per_host(os.environ, place) and not _is_started(asked, place):
         division, hosts = _divided_over_hosts(loaded, asked, place)
         place = None
     else:
@@ -262,14 +262,20 @@ def _asked(loaded: Options) -> Asked:
     )
 
 
+def _is_started(asked: Asked, place: Place) -> bool:
+    """Whether the hosts' own processes are all that the plan needs; the stages of a replica stay on one host."""
+    return asked.processes == place.size and asked.stages == 1
+
+
 def _divided_over_hosts(loaded: Options, asked: Asked, place: Place) -> tuple[Division, "Hosts | None"]:
     """The division over hosts with one process each, and those hosts, which a plan does not wait for."""
     from falconet.parallel import launch  # torch.distributed takes a second to import
 
     options = loaded.options
     devices, what = devices_of(options.machine)
-    hosts = None if options.run.plan else launch.meet(place, timeout=options.parallel.collective_timeout)
-    fewest = hosts.fewest(devices) if hosts else devices
+    timeout = options.parallel.collective_timeout
+    hosts = None if options.run.plan else launch.meet(place, devices=devices, timeout=timeout)
+    fewest = hosts.fewest if hosts else devices
     if fewest < devices:
         what = f"devices for {counted(fewest, 'process')} on the host with the fewest"
     try:

@@ -68,12 +68,25 @@ def test_a_plan_for_the_hosts_of_tf_config_uses_the_devices_of_each(falconet, mo
     assert ("pipeline of 2 stages" in answer.out) == ("splits" in asked)
 
 
-def test_replicas_that_the_hosts_of_tf_config_cannot_share_are_refused(falconet, monkeypatch):
+def test_a_plan_for_one_process_per_host_of_mpirun_uses_the_devices_of_each(falconet, monkeypatch):
+    for name, value in {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    monkeypatch.setenv("MASTER_ADDR", "left")
+    answer = falconet(f"train {TINY} --replicas 4 --plan")
+    assert answer.code == 0, answer.err
+    assert "global batch 32 = micro-batch 8 x accumulation 1 x replicas 4" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [("--replicas 3", "3 replicas"), ("--replicas 1 --pipeline-splits layer2/0", "1 replica of 2 stages")],
+)
+def test_replicas_that_the_hosts_of_tf_config_cannot_share_are_refused(falconet, monkeypatch, asked, what):
     monkeypatch.setenv("TF_CONFIG", json.dumps({**WORKERS, "task": {"type": "worker", "index": 0}}))
-    answer = falconet(f"train {TINY} --replicas 3 --plan")
+    answer = falconet(f"train {TINY} {asked} --plan")
     assert (answer.code, answer.err) == (
         2,
-        "falconet train: --replicas: 3 replicas requested on 2 hosts; expected a multiple of 2, because a replica stays"
+        f"falconet train: --replicas: {what} requested on 2 hosts; expected a multiple of 2, because a replica stays"
         " on one host\n",
     )
 

@@ -133,6 +133,8 @@ def test_a_process_finds_its_place(variables, place):
     assert find_place(variables) == place
 
 
+APART = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(("RANK", "SIZE", "LOCAL_SIZE"), "021", strict=True)}
+APART |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "a"}
 MISTAKES = {
     "RANK: got 'x' from the launcher, expected an integer": {"RANK": "x", "WORLD_SIZE": "2"},
     "WORLD_SIZE: got 'two' from the launcher": {"RANK": "0", "WORLD_SIZE": "two"},
@@ -146,6 +148,9 @@ MISTAKES = {
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     },
     "TF_CONFIG: cannot be parsed": {"TF_CONFIG": "{'cluster'"},
+    "TF_CONFIG: cannot be parsed; .*JSONDecodeError": APART | {"TF_CONFIG": "{'cluster'"},
+    "TF_CONFIG: cannot be parsed; .*AttributeError": APART | {"TF_CONFIG": "[]"},
+    "TF_CONFIG: cannot be parsed; .*'a' is not host:port": APART | {"TF_CONFIG": '{"cluster": {"worker": ["a"]}}'},
 }
 
 
@@ -204,13 +209,12 @@ def test_hosts_that_tf_config_names_once_have_one_process_each():
     config = {"task": {"type": "worker", "index": 1}}
     hosts = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, **config})}
     shared = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "a:2"]}, **config})}
-    mpirun = {f"OMPI_COMM_WORLD_{name}": value for name, value in {"RANK": "1", "SIZE": "2"}.items()}
-    one, two = ({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": each} for each in "12")
-    found = [
-        is_one_per_host(variables, find_place(variables))
-        for variables in (hosts, shared, hosts | mpirun | one, hosts | mpirun | two, shared | mpirun | one)
-    ]
-    assert found == [True, False, True, False, False]
+    assert [is_one_per_host(variables, find_place(variables)) for variables in (hosts, shared)] == [True, False]
+
+
+def test_mpirun_reports_hosts_that_have_one_process_each():
+    two = APART | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert [is_one_per_host(variables, find_place(variables)) for variables in (APART, two)] == [True, False]
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}

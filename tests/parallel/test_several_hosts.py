@@ -75,11 +75,12 @@ class Hosts:
             text=True,
         )
 
-    def worker(self, number, program, cwd, *, cores=2, by_mpirun=False):
-        """A program on one host, as a person or mpirun starts it there for TF_CONFIG."""
+    def worker(self, number, program, cwd, *, cores=2, by_mpirun=False, has_cluster=True):
+        """A program on one host, as a person or mpirun starts it there, for TF_CONFIG or only with MASTER_ADDR."""
         addresses = [f"{self.network}.{host}:29801" for host in (1, 2)]
         task = {"type": "worker"} | ({} if by_mpirun else {"index": number})
         config = {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task})}
+        config = config if has_cluster else {"MASTER_ADDR": f"{self.network}.1"}
         ranks = {"RANK": number, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1} if by_mpirun else {}
         config |= {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in ranks.items()}
         name = ("left", "right")[number]
@@ -210,10 +211,11 @@ def ends(workers):
     return [(*process.communicate(timeout=LIMIT), process.returncode) for process in workers]
 
 
-def test_each_worker_of_tf_config_starts_the_processes_that_it_has_devices_for(hosts, tmp_path):
+@pytest.mark.parametrize("launcher", [{}, {"by_mpirun": True, "has_cluster": False}], ids=["TF_CONFIG", "mpirun"])
+def test_each_worker_starts_the_processes_that_it_has_devices_for(hosts, tmp_path, launcher):
     """Of 2 x 2 replicas of 2 stages, one core of the second host is enough for one: so on the first host, too."""
     line = ["-m", "falconet", "train", *STAGED.split(), "--replicas", "4", "--run-dir", "r"]
-    workers = [hosts.worker(number, line, tmp_path, cores=cores) for number, cores in ((0, 2), (1, 1))]
+    workers = [hosts.worker(number, line, tmp_path, cores=cores, **launcher) for number, cores in ((0, 2), (1, 1))]
     (out, err, code), (other, wrong, also) = ends(workers)
     assert (code, err, also, wrong) == (0, "", 0, ""), out
     assert "global batch 8 = micro-batch 2 x accumulation 2 x replicas 2" in out
