@@ -46,7 +46,8 @@ def averaging(old: Values) -> Iterable[Effect]:
     elif epochs:
         yield To("weight-avg-strategy", ("mean",))
         yield To("weight-avg-epochs", (epochs[0],))
-    rest = [f"exponential:{decay}" for decay in decays[1:]] + [f"epochs:{last}" for last in epochs[not decays :]]
+    others = epochs if decays else epochs[1:]
+    rest = [f"exponential:{decay}" for decay in decays[1:]] + [f"epochs:{last}" for last in others]
     if rest:
         yield To("weight-avg-also", tuple(rest))
 

@@ -301,7 +301,7 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, ba
     """The run folder, locked until `held` is closed. `bad`: photos that cannot be used."""
     options = launch.loaded.options
     folder = run_folder.open_folder(
-        options, restored=launch.restored, again=launch.again, conventions=launch.conventions
+        launch.loaded, restored=launch.restored, again=launch.again, conventions=launch.conventions
     )
     saved = run_folder.checkpoints(folder, options)
     restarted = environment.attempt(os.environ) > 0
@@ -309,7 +309,9 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, ba
     if not saved.samefile(folder):  # another run may have been told to save in this one's checkpoints/
         option = "--checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "--run-dir"
         held.enter_context(run_folder.alone(saved, option=option, again=restarted))
-    run_folder.check_saved(saved, options, restored=launch.restored)  # the run that held the lock may have just ended
+    run_folder.check_saved(
+        saved, launch.loaded, restored=launch.restored
+    )  # the run that held the lock may have just ended
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
     if options.run.resume and not launch.restored:

@@ -167,6 +167,15 @@ def test_older_checkpoint_continues_in_a_new_folder_beside_the_old_one(falconet)
     assert updates(new) == [4, 8, 12, 16]
 
 
+def test_older_checkpoint_outside_a_run_folder_asks_for_another_run_dir(falconet):
+    falconet(f"train {TINY} --run-dir r --checkpoint-output-path ck")
+    answer = falconet("restore ck/resnet8-cifar_generated_1 --run-dir r")
+    assert answer.code == 2
+    assert "--run-dir: ck holds checkpoints newer than resnet8-cifar_generated_1" in answer.err
+    assert answer.err.endswith("; expected another folder\n")
+    assert falconet("restore ck/resnet8-cifar_generated_1 --run-dir other").code == 0
+
+
 def test_older_checkpoint_does_not_continue_where_newer_ones_are(falconet):
     falconet(f"train {TINY} --run-dir r --epoch 3")
     before = {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")}
