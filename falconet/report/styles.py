@@ -318,5 +318,9 @@ class Conventions:
     called: str | None = None  # the program that was started, as its errors begin; None: falconet and the command
     program: tuple[str, ...] = ("-m", "falconet")  # Python's arguments that start a worker, before its command
 
+    @property
+    def is_ours(self) -> bool:
+        return self.style is Falconet
+
 
 FALCONET = Conventions(style=Falconet, run_folder=folders.fresh, predictions=inference.heading, heartbeat=HEARTBEAT)

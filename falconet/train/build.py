@@ -47,7 +47,6 @@ from falconet.parallel.world import World, open_world
 from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
 from falconet.report.console import Say, Screen
-from falconet.report.styles import FALCONET
 from falconet.train import defaults, processes, saved_model
 from falconet.train.evaluate import require_accuracy
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
@@ -150,7 +149,7 @@ def _check_labels(images: Dataset, launch: Launch) -> None:
             "--sampler: got 'balanced', but photos with several labels have no one class to draw by; expected"
             " --class-weights balanced"
         )
-    if launch.conventions is not FALCONET:
+    if not launch.conventions.is_ours:
         require_accuracy(images, "falconet train")
 
 

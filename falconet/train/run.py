@@ -27,7 +27,6 @@ from falconet.parallel.data_parallel import digest
 from falconet.report.console import Screen, are, counted
 from falconet.report.epochs import in_short
 from falconet.report.mlperf import MlperfLog
-from falconet.report.styles import FALCONET
 from falconet.report.throughput import Stopwatch
 from falconet.train import (
     build,
@@ -109,7 +108,7 @@ def _carried_out(launch: Launch) -> int:
         plan = [line for each in built for line in plan_text.describe(each)]
         found_rate = [finding.line()] if finding else []
         notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
-        is_whole = options.run.plan or launch.conventions is not FALCONET  # the originals' users always see all of it
+        is_whole = options.run.plan or not launch.conventions.is_ours  # the originals' users always see all of it
         shown = plan if is_whole else [line for each in built for line in plan_text.brief(each)]
         for line in [*shown, *found_rate, *(f"note: {note}" for note in notes)]:
             screen.line(line)
