@@ -10,7 +10,10 @@ with exits.at_once():  # the first 0.3 s of every command
 
 def main() -> NoReturn:
     """Run this process's command line."""
-    cli.end(cli.main())
+    try:
+        cli.end(cli.main())
+    except KeyboardInterrupt:  # a second one, while the first ends the process: `timeout -s INT` sends two
+        exits.now(exits.INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from falconet.config.commands import (
     COMMANDS,
     AverageOptions,
     BenchOptions,
-    DataBenchOptions,
-    ValidateOptions,
 )
 from falconet.config.help import EVERYTHING, help_lines, overview
 from falconet.config.load import read_line
@@ -38,7 +36,7 @@ from falconet.report.styles import FALCONET, Conventions
 GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first words of commands of two words
 CONVENTIONAL = ("train", "restore", "validate", "bench infer", "bench serve")  # commands that take conventions
 HELP = ("-h", "--help", EVERYTHING)
-ONE_PROCESS = (ValidateOptions, AverageOptions, BenchOptions, DataBenchOptions)  # of several, the others do nothing
+ONE_PROCESS = (AverageOptions, BenchOptions)  # of several, the others do nothing
 START = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
 
@@ -48,7 +46,10 @@ def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET)
     show_any_name()
     # OpenMP threads that spin while they wait take the core from the loader's; must be set before torch is imported.
     os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "PASSIVE"
+    if is_one_of_several(os.environ):  # torch's C++ logs others that are late as errors; ours take one line
+        os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL") or "FATAL"
     name, rest = command_name(words)
+    called = conventions.called or f"falconet {name if name in COMMANDS else ''}".rstrip()
     try:
         return _run(name, rest, conventions)
     except SaidElsewhereError as error:
@@ -56,20 +57,20 @@ def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET)
     except UserError as error:
         message = said_here(os.environ, str(error))
         if message is not None:
-            _complain(conventions.words(message), name if name in COMMANDS else "")
+            _complain(conventions.words(message), called)
         return error.code
     except WorldError as error:
-        _complain(conventions.words(str(error)), name)
+        _complain(conventions.words(str(error)), called)
         return FAILED
     except (Interrupted, KeyboardInterrupt):
         return INTERRUPTED
     except SHORTAGES as error:
         short = memory_shortage(error)
         if short is not None:
-            _complain(f"{short}; expected a smaller batch, a smaller model or more memory", name)
+            _complain(f"{short}; expected a smaller batch, a smaller model or more memory", called)
             return MISTAKE
         if isinstance(error, OSError):
-            return unwritten(error, f"falconet {name}")
+            return unwritten(error, called)
         raise
 
 
@@ -100,7 +101,7 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     if command in ONE_PROCESS and not is_first(os.environ):
         return DONE
     with exits.at_once():
-        photos = PHOTOS if conventions is FALCONET else None  # the originals trained photos from scratch
+        photos = PHOTOS if conventions.is_ours else None  # the originals trained photos from scratch
         loaded = inputs.load(command, read_line(command, rest, photos=photos))
     from falconet.report.console import NOTICE  # imports rich, which help and mistakes do not need
 
@@ -165,5 +166,5 @@ def _print(lines: Sequence[str]) -> None:
     print("\n".join(lines))  # noqa: T201
 
 
-def _complain(message: str, command: str) -> None:
-    print(printable(f"falconet {command}".rstrip() + f": {message}"), file=sys.stderr)  # noqa: T201
+def _complain(message: str, program: str) -> None:
+    print(printable(f"{program}: {message}"), file=sys.stderr)  # noqa: T201

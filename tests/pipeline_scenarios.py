@@ -17,6 +17,7 @@ from falconet.data.buffers import Batch
 from falconet.errors import Interrupted
 from falconet.numerics.loss_scale import NonFinite
 from falconet.parallel.grid import divide
+from falconet.parallel.pipeline import Pipeline, Place
 from falconet.parallel.world import World
 from falconet.train import build, plan_text, processes
 from falconet.train.evaluate import never
@@ -136,6 +137,32 @@ def several(world, lines, updates=3):
 
 def alone(line, **how):
     return trained(World(device=torch.device("cpu")), line, **how)
+
+
+def flights(world, kind, micro_batches):
+    """The most micro-batches that this stage has run forward and not yet backward, and its gradient."""
+    layer, under_way, most = torch.nn.Linear(4, 4, bias=False), 0, 0
+    torch.nn.init.constant_(layer.weight, 0.1 * (world.rank + 1))
+
+    def run(values):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        result = layer(values).sin()
+        return result if place.is_last else (result,)
+
+    def ended(_):
+        nonlocal under_way
+        under_way -= 1
+
+    layer.weight.register_post_accumulate_grad_hook(ended)
+    edge = [torch.empty(2, 4, device="meta")]
+    place = Place(world=world, entering=[] if world.is_first else edge, leaving=edge)
+    pipeline = Pipeline(run, place, kind=kind, micro_batches=micro_batches, loss=lambda logits, _: logits.sum())
+    images = torch.linspace(-1, 1, 8 * micro_batches).view(-1, 4)
+    for _ in range(2):  # a second update finds nothing left of the first
+        pipeline([images] if world.is_first else [], torch.zeros(2 * micro_batches))
+    return most, under_way, layer.weight.grad.numpy()
 
 
 def non_finite(world):

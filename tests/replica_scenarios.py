@@ -1,8 +1,11 @@
 """What the processes in tests/parallel run; in a module, because they are started elsewhere and import it."""
 
+import contextlib
 import copy
+import io
 import math
 import os
+import tempfile
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -16,14 +19,17 @@ from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
 import gloo
+from falconet import cli
 from falconet.checkpoint import format
 from falconet.checkpoint.state import TrainState
-from falconet.commands import selftest
+from falconet.commands import selftest, validate
 from falconet.config.options import Optimizer
 from falconet.data.buffers import Batch, PixelRows
 from falconet.data.image_files import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader
+from falconet.data.loader import BatchShape, EvaluationLoader, Resources
+from falconet.data.measure import Pipeline, passes
 from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.data.storage import ArraySource
 from falconet.errors import DataError
 from falconet.models import zoo
 from falconet.numerics.loss_scale import AutomaticScale, FixedScale, Offender
@@ -376,3 +382,46 @@ def bad_images(world, allowed):
         bad.add(name, "truncated")
         world.barrier("the next image")
     return notes
+
+
+def validated(world, line):
+    """`falconet validate` as a launcher's process runs it: its exit code and output."""
+    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_WORLD_SIZE=str(world.size))
+    real = validate.open_machine
+    validate.open_machine = lambda *_, **__: contextlib.nullcontext(world)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            code = cli.main(["validate", *line.split()])
+    finally:
+        validate.open_machine = real
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+    return code, out.getvalue(), err.getvalue()
+
+
+def read(world, images):
+    """A pass over data that the processes share: how many images each has read, and the rate of all."""
+    source, seen = ArraySource(np.zeros((images, 4, 4, 3), np.uint8), np.zeros(images, np.int64), ("a",)), []
+
+    class Slow:
+        size, rows, dtype = 4, 1024, torch.uint8
+
+        def read(self, indices, *, epoch, out):
+            seen.extend(indices.tolist())
+            time.sleep(0.2 * (world.rank + 1))
+            return np.ones(len(indices), np.bool_)
+
+    pipeline = Pipeline(
+        source=source, reader=Slow(), resources=Resources(), micro_batch=64, training=False, world=world
+    )
+    (rate,) = passes(pipeline, 1)
+    return sorted(seen), rate
+
+
+def validated_apart(world):
+    """Each process in a folder of its own, as if the hosts did not share one."""
+    with tempfile.TemporaryDirectory() as home:
+        saved = Path(home, "r", f"c{world.rank}")
+        saved.mkdir(parents=True)
+        (saved / "manifest.json").write_text("{}")
+        return validated(world, f"{home}/r")

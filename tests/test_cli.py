@@ -151,7 +151,7 @@ def test_commands_of_one_process_do_nothing_in_the_others(falconet, monkeypatch)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cli, "import_module", lambda name: pytest.fail(f"{name} would be imported"))
-    assert falconet("validate --checkpoint-input-path none") == (0, "", "")
+    assert falconet("average --checkpoint-input-path none") == (0, "", "")
 
 
 def test_name_that_is_not_utf8_is_printed_escaped(monkeypatch):

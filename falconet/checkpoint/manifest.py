@@ -39,6 +39,12 @@ class Progress:
     images: int
     update: int
     phase: int = 1
+    epoch_images: int | None = None  # that an epoch trains on; None: saved by an older version
+
+    @property
+    def epochs(self) -> float:
+        """Epochs trained, with the part of the one that was under way."""
+        return self.epoch + (self.images / self.epoch_images if self.epoch_images else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +269,7 @@ def _manifest(content: dict[str, Any], path: Path) -> Manifest:
         progress=Progress(
             **{key: _whole(progress, key, path) for key in ("epoch", "images", "update")},
             phase=_whole(progress, "phase", path, least=1, default=1),
+            epoch_images=_whole(progress, "epoch_images", path, default=0) or None,
         ),
         class_names=tuple(names),
         config=_config(content, path),

@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from falconet.bench.measurements import Measured, leave, settled
 from falconet.bench.timing import Predict, Series, measure_resident, measure_with_copy, try_out
 from falconet.checkpoint import format
+from falconet.config import rules
 from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, of_command, typed, unused_notes
 from falconet.config.options import share_of
-from falconet.config.settings import Setting
+from falconet.config.settings import LINE, Setting
 from falconet.data.buffers import Batch
 from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape, SyntheticLoader
-from falconet.errors import CheckpointError, named_option
+from falconet.errors import CheckpointError, DataError, named_option
+from falconet.models import splits
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import (
     REGIMES,
@@ -31,11 +33,11 @@ from falconet.numerics.precision import (
     limit_workspace,
 )
 from falconet.parallel import environment
-from falconet.parallel.division import PROCESSES_PER_CORE
+from falconet.parallel.division import PROCESSES_PER_CORE, processes_of
 from falconet.parallel.world import World, cores, device_kind, open_machine
 from falconet.report import console
 from falconet.report import inference as lines
-from falconet.report.console import Say, are, counted
+from falconet.report.console import Say, are
 from falconet.report.folders import RUNS
 from falconet.report.styles import FALCONET, Conventions
 from falconet.report.trace import TABLE, TRACE, TRACED, write_trace
@@ -57,7 +59,7 @@ class Subject:
 def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> int:
     options, line, place = loaded.options, loaded.line, environment.find_place(os.environ)
     asked = value_or(options.inference.replicas, place.size if place else 1)
-    here = _devices(options)
+    here = max(1, _devices(options) // _stages(options))
     if place is None and min(asked, here) > 1:
         from falconet.parallel.launch import Workers, launch
 
@@ -66,18 +68,23 @@ def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> in
         )
         return launch(workers, progress=lambda: None, say=console.spoken())
     with open_machine(options.machine, place=place) as world:
+        screen = console.screen_of(world, words=conventions.words)
         if asked > world.size:
-            console.screen_of(world).line(f"note: {folding(asked, place=place, here=here)}")
+            screen.line(f"note: {folding(asked, place=place, here=here)}")
+        stages = rules.stages_of(options.inference)
+        if stages > _stages(options):
+            what = _in_words(device_kind(options.machine.device))
+            screen.line(f"note: {stages} stages requested, {what}: the whole model predicts on one")
         subject = _open(options, line, world)
         for note in unused_notes(subject.options, line):
-            console.screen_of(world).line(note)
+            screen.line(note)
         _go(subject, world, conventions)
     return 0
 
 
 def _go(subject: Subject, world: World, conventions: Conventions) -> None:
     """Print what was decided, then measure, trace, or stop there."""
-    options, screen = subject.options, console.screen_of(world)
+    options, screen = subject.options, console.screen_of(world, words=conventions.words)
     decided = []
     if options.inference.half_partial:
         allow_half_partials(world.device)
@@ -113,7 +120,7 @@ def _trace(subject: Subject, world: World) -> None:
 
 def folding(asked: int, *, place: environment.Place | None, here: int) -> str:
     """What becomes of more replicas than there are processes, in the trainer's words."""
-    what = f"{counted(place.size, 'process')} of {place.launcher}" if place else f"{are(here, 'device')} available"
+    what = processes_of(place.launcher, place.size) if place else f"{are(here, 'device')} available"
     runs = "1 runs" if place is None or place.size == 1 else f"{place.size} run"
     return f"{asked} replicas requested, {what}: {runs}, with a batch each"
 
@@ -121,6 +128,44 @@ def folding(asked: int, *, place: environment.Place | None, here: int) -> str:
 def _devices(options: InferOptions) -> int:
     cuda = device_kind(options.machine.device) == "cuda"
     return max(1, torch.cuda.device_count()) if cuda else PROCESSES_PER_CORE * cores()
+
+
+def _stages(options: InferOptions) -> int:
+    """Stages of a model, each on a device of its process; 1 if there are not enough devices for all of them."""
+    stages = rules.stages_of(options.inference)
+    return stages if device_kind(options.machine.device) == "cuda" and torch.cuda.device_count() >= stages else 1
+
+
+def _in_words(kind: str) -> str:
+    return f"{are(torch.cuda.device_count(), 'CUDA device')} available" if kind == "cuda" else "a CPU is one device"
+
+
+def placed(model: nn.Module, options: InferOptions, *, side: int, devices: Sequence[torch.device]) -> nn.Module:
+    """The model, still on the host, moved to its device, or a stage to each of several; `side`: pixels of an image."""
+    regime, names = REGIMES[options.machine.precision], options.inference.pipeline_splits
+    if len(devices) == 1:
+        _check_splits(model, options)
+        return regime.prepare(model, devices[0])
+    with named_option("pipeline_splits"):
+        if names[0].startswith("auto:"):  # measured on the host, because one device may not hold the model
+            names = tuple(splits.balance(model, len(devices), example=torch.rand(1, 3, side, side)))
+        stages = splits.split(model, names)
+    moved = [regime.prepare(stage.module, device) for stage, device in zip(stages, devices, strict=True)]
+    return splits.OverDevices(moved, devices)
+
+
+def _check_splits(model: nn.Module, options: InferOptions) -> None:
+    """Refuse what could not be stages, also where one device has the whole model."""
+    if options.inference.pipeline_splits:
+        with named_option("pipeline_splits"):
+            splits.require(model, options.inference.pipeline_splits)
+
+
+def _stage_devices(options: InferOptions, world: World) -> list[torch.device]:
+    """Neighbouring devices for each process, the first one's first."""
+    count, place = _stages(options), environment.find_place(os.environ)
+    first = (place.local_rank if place else 0) * count
+    return [torch.device("cuda", first + stage) for stage in range(count)] if count > 1 else [world.device]
 
 
 def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subject:
@@ -133,16 +178,27 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
         _give_weights(model, options, classes=images.classes, note=console.screen_of(world).line)
         with named_option("precision"):
             REGIMES[options.machine.precision].require(world.device)
-        model = REGIMES[options.machine.precision].prepare(model, world.device)
+        side = images.preprocessing.image_size
+        model = placed(model.eval(), options, side=side, devices=_stage_devices(options, world))
         return Subject(options=options, model=model.eval(), images=images)
-    shared = of_command(ValidateOptions, line)
+    shared, devices = of_command(ValidateOptions, line), _stage_devices(options, world)
+    if len(devices) > 1:
+        shared.append(Setting("device", ("cpu",), LINE))  # one device may not hold it
     if path.is_file():
         opened = saved_model.open_foreign(path, shared, console.screen_of(world).line)
     else:
         chosen = format.choose(path, options.choice.checkpoint, console.spoken(world))
         opened = next(saved_model.open_checkpoint(chosen.folder, shared))
     merged = replace(options, model=opened.options.model, data=opened.options.data, machine=opened.options.machine)
-    return Subject(options=merged, model=opened.model.to(world.device).eval(), images=opened.images)
+    if len(devices) == 1:
+        _check_splits(opened.model, options)
+        return Subject(options=merged, model=opened.model.to(world.device).eval(), images=opened.images)
+    model = build_model(merged.model, classes=len(opened.class_names), seed=0)  # as it is before it has a device
+    model.load_state_dict(opened.model.state_dict())
+    side = opened.images.preprocessing.image_size
+    return Subject(
+        options=merged, model=placed(model.eval(), merged, side=side, devices=devices).eval(), images=opened.images
+    )
 
 
 def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note: Say) -> None:
@@ -241,6 +297,10 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
     regime = REGIMES[options.machine.precision]
     note = console.spoken(world)
     found = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape)
+    if not len(images.validation):
+        raise DataError(
+            f"{images.where or images.kind}: no photo is left for validation; expected more photos, or --val-fraction 1"
+        )
     held = islice(found.batches(), min(HELD, data.iterations))
     return [batch._replace(images=_held(batch.images, world.device)) for batch in held]
 

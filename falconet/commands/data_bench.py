@@ -1,6 +1,7 @@
 """`falconet data bench`: measure each step of the input pipeline, alone and together, and name the slowest."""
 
 import json
+import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,19 +22,26 @@ from falconet.data.storage import FileSource, Source
 from falconet.errors import ConfigError
 from falconet.exits import DONE, MISTAKE
 from falconet.numerics.precision import REGIMES
+from falconet.parallel import environment
 from falconet.parallel.world import World, cores, open_machine
 from falconet.report import console
 from falconet.report.console import Say
 
 
 def run(loaded: Loaded[DataBenchOptions]) -> int:
-    options = loaded.options
+    options, place = loaded.options, environment.find_place(os.environ)
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: exists only on the device; expected data that is read")
-    say = console.spoken()
+    if options.bench.md5 and place and place.rank:
+        return DONE  # of several processes, one compares
+    with open_machine(options.machine, place=None if options.bench.md5 else place) as world:
+        return _measured(loaded, world)
+
+
+def _measured(loaded: Loaded[DataBenchOptions], world: World) -> int:
+    options, say = loaded.options, console.screen_of(world).line
     for note in unused_notes(options, loaded.line):
         say(note)
-    world = open_machine(options.machine)
     images = open_to_measure(
         options.data,
         model=options.model.model,
@@ -46,7 +54,8 @@ def run(loaded: Loaded[DataBenchOptions]) -> int:
     pipeline = _pipeline(images, options, world, say)
     say(f"data {options.data.data}: {images.describe()}; the {options.bench.split} images")
     threads, decoding = pipeline.resources.workers, _decoding(options, pipeline.source, world)
-    say(f"{threads} loader threads, device {world.device}, {decoding}")
+    each = f" in each of {world.size} processes" if world.size > 1 else ""
+    say(f"{threads} loader threads{each}, device {world.device}, {decoding}")
     stages = measure.stage_rates(pipeline, seconds=options.bench.seconds)
     _show(stages, say)
     rates = []
@@ -55,7 +64,7 @@ def run(loaded: Loaded[DataBenchOptions]) -> int:
         rates.append(rate)
     if rates:
         say(f"mean throughput: {fmean(rates):.1f} imgs/sec")
-    if options.bench.output is not None:
+    if options.bench.output is not None and world.is_first:
         _write(options.bench.output, stages, rates, options, world)
         say(f"written to {options.bench.output}")
     return 0
@@ -73,6 +82,7 @@ def _pipeline(images: Dataset, options: DataBenchOptions, world: World, say: Say
         micro_batch=options.data.micro_batch,
         training=training,
         augmentation=options.augmentation,
+        world=world,
     )
 
 
@@ -101,6 +111,7 @@ def _write(
         "data": options.data.data,
         "micro_batch_size": options.data.micro_batch,
         "workers": input.workers(options.data),
+        "processes": world.size,
         "device": str(world.device),
         "cores": cores(),
         "versions": {

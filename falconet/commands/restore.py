@@ -11,5 +11,6 @@ from falconet.train.run import carry_out
 def run(loaded: Loaded[RestoreOptions], conventions: Conventions = FALCONET) -> int:
     assert loaded.checkpoint is not None
     restored = Checkpoint(loaded.checkpoint, read_manifest(loaded.checkpoint))
+    conventions = run_folder.beside(restored, conventions)
     launch = processes.prepare(run_folder.placed(loaded, restored), restored, conventions=conventions)
     return processes.start("restore", loaded.line, launch) if processes.must_start(launch) else carry_out(launch)

@@ -1,7 +1,9 @@
 """`falconet validate`: measure the accuracy of a checkpoint, in total and by class, or of each one in a folder."""
 
 import contextlib
+import io
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -12,13 +14,17 @@ from torch import Tensor
 from falconet.checkpoint import format
 from falconet.config.commands import ValidateOptions
 from falconet.config.fields import value_or
-from falconet.config.load import Loaded, unused_notes
+from falconet.config.load import Loaded, typed, unused_notes
 from falconet.config.settings import Setting
+from falconet.data.loader import stretch
 from falconet.errors import CheckpointError, ConfigError, named_option
 from falconet.models import views
-from falconet.report.console import Counting, Say, Screen
+from falconet.parallel import environment
+from falconet.parallel.world import World, open_machine
+from falconet.report import console
+from falconet.report.console import Counting, Say
 from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Validated
-from falconet.train import breakdown, evaluate, saved_model
+from falconet.train import breakdown, evaluate, processes, saved_model
 from falconet.train.breakdown import Breakdown, Collected, MultiLabelPredictions, Precisions, Predictions
 from falconet.train.evaluate import Accuracy, Evaluation, Observe, overlook
 
@@ -26,26 +32,47 @@ Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the image
 
 
 def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) -> int:
-    stated, screen = loaded.options, Screen(words=conventions.words)
+    stated, place = loaded.options, environment.find_place(os.environ)
+    asked = 1 if place else value_or(stated.copies.replicas, 1)
+    devices, what = processes.devices_of(stated.machine) if asked > 1 else (1, "")
+    count = min(asked, devices)
+    if count < asked:
+        console.spoken(words=conventions.words)(
+            f"note: {asked} replicas requested, {what}: {count} measure, with the same result"
+        )
+    if count > 1:
+        from falconet.parallel.launch import Workers, launch  # torch.distributed takes a second to import
+
+        argv = ["validate", *typed(loaded.line)]
+        workers = Workers(argv=argv, program=conventions.program, processes=count, restarts=0)
+        return launch(workers, progress=lambda: None, say=console.spoken())
+    with open_machine(stated.machine, place=place) as world:
+        return _measured(loaded, conventions, world)
+
+
+def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: World) -> int:
+    """Measure each model; the first process prints and writes."""
+    stated, screen = loaded.options, console.screen_of(world, words=conventions.words)
+    say = console.spoken(world, words=conventions.words)  # about this process
     path = stated.input.checkpoint_input_path
     folder = stated.table.output.parent if stated.table.output else _folder(path)
-    style = conventions.style(RunLog(screen.line, folder))
+    style = conventions.style(RunLog(screen.line, folder if world.is_first else None))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
-        for opened in _opened(loaded, screen.line):
+        for opened in _opened(loaded, screen.line, world):
             evaluate.require_accuracy(opened.images, "falconet validate")
-            style.validated(_validated(_timed(opened, stated, screen.line)))
+            style.validated(_validated(_timed(opened, stated, world, say), count=world.size))
         return 0
     rows: list[Accuracy] = []
     details: list[dict[str, object]] = []
     better: list[Breakdown | Precisions] = []
     name = evaluate.ACCURACIES_FILE
-    for opened in _opened(loaded, screen.line):
-        answers, images, is_one = Collected(), len(opened.images.validation), opened.images.label_sets is None
-        with Counting(f"validating {opened.name}", total=images) as counting:
+    for opened in _opened(loaded, screen.line, world):
+        answers, images, is_one = Collected(), len(_own(opened, world)), opened.images.label_sets is None
+        with Counting(f"validating {opened.name}", total=images, quiet=not world.is_first) as counting:
             observers = [*([answers.add] if is_one else []), _counted(counting, images)]
-            _, found, _ = _timed(opened, stated, screen.line, breakdown.several(*observers))
+            _, found, _ = _timed(opened, stated, world, say, breakdown.several(*observers))
         parts = (
-            Breakdown.of(answers.read(), opened.class_names)
+            Breakdown.of(answers.read(world), opened.class_names)
             if is_one
             else Precisions(opened.class_names, found.by_class)
         )
@@ -54,6 +81,8 @@ def run(loaded: Loaded[ValidateOptions], conventions: Conventions = FALCONET) ->
         better += [parts] if opened.is_better else []
         name = _file_name(opened)
     table = evaluate.tabulate_accuracies(rows)
+    if not world.is_first:
+        return 0
     evaluate.show_accuracies(table, screen.line)
     for text in (*better[0].lines(), "") if len(better) == 1 else ():
         screen.line(text)
@@ -79,34 +108,50 @@ def _counted(counting: Counting, total: int) -> Observe:
     return observe
 
 
-def _timed(opened: saved_model.Opened, stated: ValidateOptions, say: Say, observe: Observe = overlook) -> Measured:
+def _own(opened: saved_model.Opened, world: World) -> range:
+    """The images that this process measures."""
+    return stretch(len(opened.images.validation), replicas=world.size, replica=world.rank)
+
+
+def _timed(
+    opened: saved_model.Opened, stated: ValidateOptions, world: World, say: Say, observe: Observe = overlook
+) -> Measured:
     """Measure a model; the predictions of the better one of a checkpoint are written if that was asked for."""
-    path = stated.table.predictions
+    path = stated.table.predictions if opened.is_better else None
     with contextlib.ExitStack() as held:
-        if path is not None and opened.is_better:
+        rows = io.StringIO(newline="")  # of the other processes, for the first
+        if path is not None:
             with named_option("predictions"):
-                file = held.enter_context(breakdown.open_predictions(path))
+                file = held.enter_context(breakdown.open_predictions(path)) if world.is_first else rows
             source, names, sets = opened.images.validation, opened.class_names, opened.images.label_sets
+            begin = _own(opened, world).start
             written = (
-                Predictions(file, source, names) if sets is None else MultiLabelPredictions(file, source, names, sets)
+                Predictions(file, source, names, begin=begin)
+                if sets is None
+                else MultiLabelPredictions(file, source, names, sets, begin=begin)
             )
             observe = breakdown.several(observe, written.add)
         start = time.perf_counter()
-        found = saved_model.measure(opened, say, observe)
-    return opened, found, time.perf_counter() - start
+        found = saved_model.measure(opened, say, observe, among=world)
+        seconds = time.perf_counter() - start
+        if path is not None:
+            _, *others = world.texts(rows.getvalue(), "gathering the predictions")
+            if world.is_first:
+                file.writelines(others)
+    return opened, found, seconds
 
 
-def _validated(measured: Measured) -> Validated:
+def _validated(measured: Measured, *, count: int) -> Validated:
     opened, found, seconds = measured
     return Validated(
         name=opened.name,
         update=opened.update,
-        epoch=float(opened.epoch.partition(" ")[0] or 0),
+        epoch=opened.epochs,
         accuracy=found.score,
         loss=found.loss,
         images=found.images,
         seconds=seconds,
-        batch=value_or(opened.options.data.validation_batch_size, opened.options.data.micro_batch),
+        batch=count * value_or(opened.options.data.validation_batch_size, opened.options.data.micro_batch),
         origin=Origin(
             model=opened.options.model.model,
             data=opened.options.data.data,
@@ -116,10 +161,10 @@ def _validated(measured: Measured) -> Validated:
     )
 
 
-def _opened(loaded: Loaded[ValidateOptions], say: Say) -> Iterator[saved_model.Opened]:
+def _opened(loaded: Loaded[ValidateOptions], say: Say, world: World) -> Iterator[saved_model.Opened]:
     """Each model; the photos found and options without effect are noted before the first."""
     noted = False
-    for opened in _models(loaded.options, loaded.line, say):
+    for opened in _models(loaded.options, loaded.line, say, world):
         for note in (*opened.images.found(), *unused_notes(opened.options, loaded.line)) if not noted else ():
             say(note)
         if opened.other_data and (opened.images.held_out or 1) < 1 and not noted:
@@ -130,7 +175,7 @@ def _opened(loaded: Loaded[ValidateOptions], say: Say) -> Iterator[saved_model.O
         yield opened
 
 
-def _models(stated: ValidateOptions, line: Sequence[Setting], say: Say) -> Iterator[saved_model.Opened]:
+def _models(stated: ValidateOptions, line: Sequence[Setting], say: Say, world: World) -> Iterator[saved_model.Opened]:
     """The models that were asked for; of all in a folder, damaged ones are noted and skipped."""
     path, which = stated.input.checkpoint_input_path, stated.choice.checkpoint
     if path is None:  # then --pretrained is given
@@ -138,6 +183,7 @@ def _models(stated: ValidateOptions, line: Sequence[Setting], say: Say) -> Itera
         return
     folders = [] if path.is_file() else format.checkpoints_in(path)
     files = [path] if path.is_file() else [] if folders else _torch_files(path)
+    world.agree("the checkpoints", " ".join(each.name for each in (*folders, *files)))
     if len(files) > 1 and stated.table.predictions:
         raise ConfigError(f"--predictions: takes one model, but {path} holds {len(files)} files; expected one of them")
     for file in files:

@@ -12,6 +12,7 @@ from falconet.config.options import (
     Checkpoints,
     Choice,
     Choices,
+    Copies,
     Data,
     DataBench,
     Doctor,
@@ -127,12 +128,14 @@ class ValidateOptions(Command):
         "validation-batch-size",
         "device",
         "precision",
+        "replicas",
     )
 
     input: Input = field(default_factory=Input)
     choice: Choices = field(default_factory=Choices)
     pretrained: Pretrained = field(default_factory=Pretrained)
     table: Table = field(default_factory=Table)
+    copies: Copies = field(default_factory=Copies)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)

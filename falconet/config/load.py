@@ -92,7 +92,8 @@ def left_out(loaded: Loaded[Any], table: Mapping[str, Mapping[str, object]]) -> 
     for name, option in options_of(type(loaded.options)).items():
         if not option.is_local or name not in table or is_asked_for(loaded.sources.get(name)):
             continue
-        if option.origin and option.origin.again and table[name]["value"] != _plain(option.default):
+        is_lost = table[name]["value"] not in (_plain(option.default), _plain(value_of(loaded.options, option)))
+        if option.origin and option.origin.again and is_lost:
             found[name] = option.origin.again
     return found
 

@@ -416,7 +416,7 @@ class Parallel:
     pipeline_splits: tuple[str, ...] = ()
     """Layers that start a new pipeline stage, such as layer3/0, one process per stage; auto:N: N balanced stages."""
     pipeline_schedule: Literal["grouped", "interleaved", "sequential"] = "grouped"
-    """grouped: all forward, then all backward; interleaved: in turn, with less memory; sequential: one at a time."""
+    """Micro-batches that are kept: grouped: twice the stages at most; interleaved: half of that; sequential: one."""
     strict_devices: bool = False
     """Refuse to run on fewer devices than replicas x stages, instead of folding replicas and stages."""
     bucket_size: Annotated[float, MoreThan(0)] = 25.0
@@ -569,6 +569,14 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Processes that share the images."""
+
+    replicas: Annotated[int, AtLeast(1)] | Auto = local("auto")
+    """Processes that measure together, one per device; auto: as many as a launcher started, else 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Average:
     """Which checkpoints are averaged, and how."""
 
@@ -632,6 +640,8 @@ class Inference:
     """A named config for inference (`falconet configs`) or a YAML file of options; the command line overrides it."""
     replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Processes that predict in parallel, one per device; auto: as many as a launcher started, else 1."""
+    pipeline_splits: tuple[str, ...] = local(())
+    """Layers that start a stage on another device, for a model too large for one; auto:N: N balanced stages."""
     repeat: Annotated[int, AtLeast(1)] = 1
     """Repetitions of --iterations batches, with a line for each of several."""
     seconds: Annotated[float, MoreThan(0)] | None = None

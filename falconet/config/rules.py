@@ -10,6 +10,7 @@ from falconet.config.options import (
     ALLOWED,
     MODELS,
     Augmentation,
+    Inference,
     Model,
     Numerics,
     Parallel,
@@ -86,9 +87,9 @@ def validates_whole(options: Any) -> bool:
     return options.validation.validation_mode != "none" and not options.parallel.pipeline_splits
 
 
-def stages_of(parallel: Parallel) -> int:
+def stages_of(section: Parallel | Inference) -> int:
     """Stages of one replica that the options ask for."""
-    splits = parallel.pipeline_splits
+    splits = section.pipeline_splits
     return int(splits[0][5:]) if splits and _AUTO.fullmatch(splits[0]) else len(splits) + 1
 
 
@@ -315,9 +316,11 @@ def _unfreezing_is_undivided(options: Any) -> str | None:
 
 def _warmup_ends_before_training(options: Any) -> str | None:
     warmup, epochs = options.learning_rate.warmup_epoch, options.training.epoch
-    if epochs != "auto" and warmup > epochs and options.training.updates is None:  # else it depends on the data
-        return f"--warmup-epoch: got {warmup:g}, expected at most --epoch, which is {epochs}"
-    return None
+    if epochs == "auto" or warmup <= epochs or options.training.updates is not None:  # else it depends on the data
+        return None
+    if epochs < 1:  # the warm-up may be the default
+        return f"--epoch: got {epochs:g}, but --warmup-epoch is {warmup:g}; expected --warmup-epoch {epochs / 10:g} too"
+    return f"--warmup-epoch: got {warmup:g}, expected at most --epoch, which is {epochs}"
 
 
 def _one_factor_per_drop(options: Any) -> str | None:
@@ -460,7 +463,14 @@ def _doctor_replicas_need_distributed(options: Any) -> str | None:
 
 
 def _splits_are_layers_or_auto(options: Any) -> str | None:
-    splits = options.parallel.pipeline_splits
+    return _wrong_splits(options.parallel.pipeline_splits)
+
+
+def _splits_of_predictions_are_layers_or_auto(options: Any) -> str | None:
+    return _wrong_splits(options.inference.pipeline_splits)
+
+
+def _wrong_splits(splits: tuple[str, ...]) -> str | None:
     expected = "layers, such as layer2/0 layer3/0, or auto:N alone, with N at least 2"
     for split in splits:
         if split.startswith("auto") and (len(splits) > 1 or not (_AUTO.fullmatch(split) and int(split[5:]) >= 2)):
@@ -483,7 +493,7 @@ def _interleaving_needs_micro_batches(options: Any) -> str | None:
     if options.parallel.pipeline_schedule == "interleaved" and accumulation < stages:
         return (
             f"--gradient-accumulation: got {accumulation}, expected at least {stages}, the number of stages,"
-            " for --pipeline-schedule interleaved; grouped takes any number"
+            " for --pipeline-schedule interleaved; --pipeline-schedule grouped takes any number"
         )
     return None
 
@@ -605,4 +615,5 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("table", "choice"), _predictions_are_of_one_checkpoint),
     (("table",), _tables_are_csv),
     (("doctor",), _doctor_replicas_need_distributed),
+    (("inference",), _splits_of_predictions_are_layers_or_auto),
 )

@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +29,15 @@ class Batch(NamedTuple):
     labels: Tensor  # N, int64; -1 counts for nothing: padding or a bad image
     mix: Mix | None
     chain: Chain | None = None  # what is yet to happen to the pixels, once they are on the device
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """Several micro-batches as one."""
+    if len(batches) == 1:
+        return batches[0]
+    mixes = [batch.mix for batch in batches if batch.mix is not None]
+    mix = Mix(torch.cat([each.mixup for each in mixes]), torch.stack([each.box for each in mixes])) if mixes else None
+    return Batch(torch.cat([batch.images for batch in batches]), torch.cat([batch.labels for batch in batches]), mix)
 
 
 class RowReader(Protocol):

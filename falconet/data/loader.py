@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,7 +15,7 @@ import torch
 from falconet.config.options import Augmentation
 from falconet.data import keyed, mixing
 from falconet.data.augment import Chain, PixelChanges
-from falconet.data.buffers import Batch, Buffers, RowReader, on_device
+from falconet.data.buffers import Batch, Buffers, RowReader, join, on_device
 from falconet.data.keyed import IntArray
 from falconet.data.mixing import Mix
 from falconet.data.order import COPY_BITS, Order, shuffled
@@ -36,15 +36,26 @@ class BatchShape:
     accumulation: int = 1  # micro-batches per replica and update
     replicas: int = 1
     replica: int = 0  # this one
+    # Of folded replicas whose batch norm spans several: the model takes their micro-batches together.
+    joined: int = 1  # micro-batches of as many replicas
+    folded: int = 1  # replicas that this one stands for
+
+    @property
+    def as_run(self) -> "BatchShape":
+        """As the model has it: its micro-batches are `joined` ones."""
+        size, count = self.micro_batch * self.joined, self.accumulation // self.joined
+        return BatchShape(micro_batch=size, accumulation=count, replicas=self.replicas, replica=self.replica)
 
     @property
     def global_batch(self) -> int:
         return self.micro_batch * self.accumulation * self.replicas
 
     @property
-    def own_micro_batches(self) -> range:
-        """Numbers of this replica's micro-batches within an update."""
-        return range(self.replica * self.accumulation, (self.replica + 1) * self.accumulation)
+    def own_micro_batches(self) -> Sequence[int]:
+        """Numbers of this replica's micro-batches within an update, those that are joined one after the other."""
+        numbers = np.arange(self.replica * self.accumulation, (self.replica + 1) * self.accumulation)
+        each = self.accumulation // self.folded  # of one of the folded replicas, which would make them in turn
+        return numbers.reshape(-1, self.joined, each).swapaxes(1, 2).ravel().tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +120,8 @@ class Loader:
     def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:
         """This replica's micro-batches of each update of `epoch`, from update `skip` on, on the device."""
         updates = self.streamed(epoch, skip=skip)
-        return on_device(updates, device=self._resources.device, buffers=self._resources.buffers)
+        here = on_device(updates, device=self._resources.device, buffers=self._resources.buffers)
+        return (joined(update, self._shape.joined) for update in here) if self._shape.joined > 1 else here
 
     def streamed(self, epoch: int, *, skip: int = 0) -> Iterator[Iterator[Batch]]:
         """The same in host memory, each micro-batch as soon as it is read; finish an update before taking the next."""
@@ -160,6 +172,18 @@ class Loader:
         return mixing.draw(self._mixed, indices=indices, micro_batch=number, side=side, seed=self._seed, epoch=epoch)
 
 
+def joined(micro_batches: Sequence[Batch], count: int) -> list[Batch]:
+    """Every `count` micro-batches as one; each is still mixed by itself."""
+    return [join(micro_batches[begin : begin + count]) for begin in range(0, len(micro_batches), count)]
+
+
+def stretch(images: int, *, replicas: int, replica: int) -> range:
+    """The images that a replica evaluates; those of the first are as many as any has."""
+    share = -(-images // replicas)
+    begin = min(share * replica, images)
+    return range(begin, min(begin + share, images))
+
+
 class EvaluationLoader:
     """Every image once, in order.
 
@@ -172,10 +196,9 @@ class EvaluationLoader:
     ) -> None:
         self._reader, self._labels, self._batch = reader, labels, shape.micro_batch
         self._resources = resources or Resources()
-        share = -(-len(labels) // shape.replicas)
-        self._begin = min(share * shape.replica, len(labels))
-        self._end = min(self._begin + share, len(labels))
-        self.batches_per_replica = -(-share // self._batch)
+        own = stretch(len(labels), replicas=shape.replicas, replica=shape.replica)
+        self._begin, self._end = own.start, own.stop
+        self.batches_per_replica = -(-len(stretch(len(labels), replicas=shape.replicas, replica=0)) // self._batch)
 
     def batches(self) -> Iterator[Batch]:
         """This replica's batches, on the device."""
@@ -213,7 +236,7 @@ class SyntheticLoader:
         pixels = np.ascontiguousarray(drawn.astype("<u8").view(np.uint8)[:, : image_size * image_size * 3])
         made = torch.from_numpy(pixels).view(len(rows), image_size, image_size, 3).permute(0, 3, 1, 2)
         batch = Batch(made.to(device), torch.from_numpy(rows % classes).to(device), None)
-        self._update = [batch] * shape.accumulation
+        self._update = joined([batch] * shape.accumulation, shape.joined)
 
     def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:  # noqa: ARG002, every epoch is the same
         for _ in range(skip, self.updates_per_epoch):

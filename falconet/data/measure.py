@@ -18,6 +18,7 @@ from falconet.data.buffers import Batch, RowReader
 from falconet.data.keyed import IntArray
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
 from falconet.data.storage import ArraySource, BoolArray, Source
+from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
 
 READ, DECODE, BATCH, COPY, AUGMENT, TOGETHER = "read", "decode and resize", "batch", "copy", "augment", "together"
@@ -41,6 +42,7 @@ class Pipeline:
     resources: Resources
     micro_batch: int
     training: bool  # in random order, or in order as for evaluation
+    world: World = ALONE  # the processes that read at the same time, each its share of the images
     augmentation: Augmentation = field(
         default_factory=Augmentation
     )  # what happens to pixels on the device, in training
@@ -50,8 +52,9 @@ class Pipeline:
         return max(1, self.resources.workers)
 
     def batches(self, reader: RowReader, epoch: int) -> Iterator[Batch]:
-        """One pass over the data, on the device."""
-        shape = BatchShape(micro_batch=min(self.micro_batch, len(self.source)))
+        """One pass over this process's share of the data, on the device."""
+        share = max(1, len(self.source) // self.world.size)
+        shape = BatchShape(micro_batch=min(self.micro_batch, share), replicas=self.world.size, replica=self.world.rank)
         labels, resources = self.source.labels, self.resources
         if self.training:
             loader = Loader(
@@ -62,7 +65,22 @@ class Pipeline:
 
 
 def stage_rates(pipeline: Pipeline, *, seconds: float) -> list[Stage]:
-    """Each step for this many seconds, with the pipeline's threads; reading is from wherever the data is stored."""
+    """Each step for this many seconds, with the pipeline's threads; reading is from wherever the data is stored.
+
+    Of several processes, which measure at the same time, the sum.
+    """
+    pipeline.world.barrier("measuring the steps")
+    return [_of_all(stage, pipeline.world) for stage in _own_rates(pipeline, seconds)]
+
+
+def _of_all(stage: Stage, world: World) -> Stage:
+    if stage.images_per_second is None or world.size == 1:
+        return stage
+    total = float(world.sum(torch.tensor(stage.images_per_second, dtype=torch.float64)))
+    return Stage(stage.name, total, f"{stage.words}, in each of {world.size} processes")
+
+
+def _own_rates(pipeline: Pipeline, seconds: float) -> list[Stage]:
     threads = counted(pipeline.threads, "thread")
     read = _read_rate(pipeline, seconds)
     both = fill_rate(pipeline, seconds=seconds)
@@ -93,12 +111,15 @@ def limiting(measured: Iterable[Stage]) -> str:
 
 
 def passes(pipeline: Pipeline, count: int) -> Iterator[float]:
-    """Images per second of whole passes over the data."""
+    """Images per second of whole passes over the data: the images of all processes in the time of the slowest."""
+    world = pipeline.world
     for epoch in range(count):
+        world.barrier("beginning a pass")
         begin = time.perf_counter()
         images = sum(len(batch.labels) for batch in pipeline.batches(pipeline.reader, epoch))
         _settle(pipeline.resources.device)
-        yield images / (time.perf_counter() - begin)
+        seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        yield int(world.sum(torch.tensor(images))) / float(world.max(seconds))
 
 
 class _Blank:

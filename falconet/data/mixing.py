@@ -18,7 +18,11 @@ class Mix(NamedTuple):
     """How one micro-batch is mixed."""
 
     mixup: Tensor  # N, float32: weight of the image itself; ones mix nothing
-    box: Tensor  # 4, int64: y0, y1, x0, x1 of the region cutmix pastes; an empty one pastes nothing
+    box: Tensor  # 4, int64: y0, y1, x0, x1 of the region cutmix pastes; an empty one pastes nothing. Or a row for
+    # each of several parts of equal size, which are mixed by themselves
+
+    def parts(self) -> "list[Mix]":
+        return [Mix(*each) for each in zip(self.mixup.chunk(len(self.box)), self.box, strict=True)]
 
 
 def mixes(augmentation: Augmentation) -> bool:
@@ -107,6 +111,9 @@ def mixed_images(images: Tensor, mix: Mix | None) -> Tensor:
     """The images' half of `apply`."""
     if mix is None:
         return images
+    if mix.box.ndim == 2:
+        pairs = zip(images.chunk(len(mix.box)), mix.parts(), strict=True)
+        return torch.cat([mixed_images(part, own) for part, own in pairs])
     images = torch.lerp(_rolled(images, 1), images, mix.mixup[:, None, None, None].to(images.dtype))
     height, width = images.shape[-2:]
     top, bottom, left, right = mix.box.unbind()
@@ -118,6 +125,9 @@ def mixed_images(images: Tensor, mix: Mix | None) -> Tensor:
 
 def mixed_targets(labels: Tensor, mix: Mix | None, *, targets: Targets, side: int) -> Tensor:
     """The targets' half of `apply`, for images of side x side pixels."""
+    if mix is not None and mix.box.ndim == 2:
+        pairs = zip(labels.chunk(len(mix.box)), mix.parts(), strict=True)
+        return torch.cat([mixed_targets(part, own, targets=targets, side=side) for part, own in pairs])
     rows = targets(labels)
     if mix is None:
         return rows

@@ -5,13 +5,14 @@ import re
 import string
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, pstdev, quantiles
 
 import falconet
+from falconet.legacy.table import Old
 from falconet.legacy.translate import TRAINERS
 from falconet.report import folders
 from falconet.report.folders import RunShape
@@ -195,7 +196,8 @@ class TensorFlow:
         ):
             self.to.kept_line(text)
         if facts.restored:
-            self.to.kept_line(f"Restoring training from latest checkpoint: {facts.restored}")
+            latest = "latest " if facts.is_newest else ""
+            self.to.kept_line(f"Restoring training from {latest}checkpoint: {facts.restored}")
 
     def begin_epoch(self, epoch: int, of: int) -> None:
         """The original printed nothing."""
@@ -324,7 +326,7 @@ class PopArt:
 
 
 def pytorch_folder(shape: RunShape) -> Path:
-    return _first_free(lambda: f"{pytorch_name(shape)}{folders.suffix(shape)}_{_three()}")
+    return _first_free(shape, lambda: f"{pytorch_name(shape)}{folders.suffix(shape)}_{_three()}")
 
 
 def pytorch_name(shape: RunShape) -> str:
@@ -333,7 +335,7 @@ def pytorch_name(shape: RunShape) -> str:
 
 def tensorflow_folder(shape: RunShape) -> Path:
     version = falconet.__version__
-    return _first_free(lambda: f"{tensorflow_name(shape)}{folders.suffix(shape)}_v{version}_{_three()}")
+    return _first_free(shape, lambda: f"{tensorflow_name(shape)}{folders.suffix(shape)}_v{version}_{_three()}")
 
 
 def tensorflow_name(shape: RunShape) -> str:
@@ -368,9 +370,8 @@ def _tensorflow_model(model: str) -> str:
 
 def popart_folder(shape: RunShape) -> Path:
     size = re.search(r"\d+", shape.model)
-    return folders.numbered(
-        folders.home("logs") / folders.now() / (size[0] if size else shape.model), folders.suffix(shape)[1:] or "net"
-    )
+    parent = folders.home(shape.parent or "logs") / folders.now() / (size[0] if size else shape.model)
+    return folders.numbered(parent, folders.suffix(shape)[1:] or "net")
 
 
 def _three() -> str:
@@ -378,8 +379,9 @@ def _three() -> str:
     return "".join(random.SystemRandom().choices(string.ascii_uppercase + string.digits, k=3))
 
 
-def _first_free(name: Callable[[], str]) -> Path:
-    return next(folder for _ in range(1000) if not (folder := folders.home("logs") / name()).exists())
+def _first_free(shape: RunShape, name: Callable[[], str]) -> Path:
+    parent = folders.home(shape.parent or "logs")
+    return next(folder for _ in range(1000) if not (folder := parent / name()).exists())
 
 
 def pytorch_batch(batch: TimedBatch) -> str:
@@ -426,31 +428,56 @@ def tensorflow_repetition(found: Repetition) -> list[str]:
 _COMPUTED = frozenset({"lr", "updates", "run-dir", "micro-batch-size", "checkpoint-input-path"})
 
 
+def _options(dialect: str) -> Iterator[Old]:
+    """The options with an effect of an original's trainer."""
+    return (option for program in TRAINERS if program.dialect == dialect for option in program.options if option.new)
+
+
+def _keeps_value(option: Old) -> bool:
+    return option.effect.startswith("the same")
+
+
 @cache
-def _names(dialect: str) -> dict[str, str]:
+def _names(dialect: str) -> dict[str, Old]:
     """Canonical options, without dashes, that an original's trainer has under another name."""
-    options = [option for program in TRAINERS if program.dialect == dialect for option in program.options]
-    found: dict[str, str] = {}
-    for option in options:
-        is_same = option.effect.startswith("the same") or bool(_COMPUTED & {*option.new[:1]})
-        if option.new and is_same and option.name.startswith("--"):
-            found.setdefault(option.new[0], option.name)
-    return {new: name for new, name in found.items() if name != f"--{new}"}
+    found: dict[str, Old] = {}
+    for option in _options(dialect):
+        if option.name.startswith("--") and (_keeps_value(option) or option.new[0] in _COMPUTED):
+            found.setdefault(option.new[0], option)
+    return {new: option for new, option in found.items() if option.name != f"--{new}"}
+
+
+@cache
+def _choices(dialect: str) -> dict[str, dict[str, str]]:
+    """The values that an original's trainer takes, by canonical option and by how we spell them."""
+    named = {**{option.name.lstrip("-"): option for option in _options(dialect)}, **_names(dialect)}
+    spelled = {new: {choice.lower(): choice for choice in reversed(option.choices)} for new, option in named.items()}
+    return {new: choices for new, choices in spelled.items() if choices}
 
 
 def own_words(text: str, *, dialect: str) -> str:
-    """A line with the options as an original names them, except in commands: in backticks, or after `falconet`.
+    """A line with options and values as an original spells them, except in commands: in backticks, after `falconet`.
 
-    What comes before a colon is an error's subject, whose value may be computed; the translation names its source.
+    What comes before a colon is an error's subject; if its value was computed, our name stays beside its source.
     """
-    names = _names(dialect)
-    if "--" not in text or not names:
+    names, choices = _names(dialect), _choices(dialect)
+    known = "|".join(map(re.escape, {**names, **choices}))
+    if "--" not in text or not known:
         return text
-    pattern = re.compile(rf"(?<![\w-])--({'|'.join(map(re.escape, names))})(?![\w:-])")
+
+    def said(found: re.Match[str]) -> str:
+        option, value = found["option"], found["value"] or ""
+        name = names[option].name if option in names else f"--{option}"
+        if found["colon"] and option in names and not _keeps_value(names[option]):
+            return f"{name}: here --{option}:"
+        value = choices.get(option, {}).get(value, value)
+        return name + (found["colon"] or "") + (f" {value}" if value else "")
+
+    pattern = re.compile(rf"(?<![\w-])--(?P<option>{known})(?![\w-])(?:(?P<colon>:)| (?P<value>\w+(?:[.-]\w+)*))?")
     parts = text.split("`")
     for place in range(0, len(parts), 2):
-        said, falconet, command = parts[place].partition("falconet ")
-        parts[place] = pattern.sub(lambda found: names[found[1]], said) + falconet + command
+        words, falconet, command = parts[place].partition("falconet ")
+        parts[place] = pattern.sub(said, words) + falconet + command
     return "`".join(parts)
 
 

@@ -1,7 +1,7 @@
 """The processes of a program on several hosts: torchrun on each, over ssh where it is another host. No torch in here.
 
 `python -m falconet.legacy.hosts [--numa] [--network N] PROGRAM ...` is what each process runs first: it binds itself to
-a NUMA node or a network, and becomes the program.
+a NUMA node or a network, and becomes the program. With `--devices` or `--cores`, it prints how many processes fit here.
 """
 
 import fcntl
@@ -25,9 +25,14 @@ from types import FrameType
 from falconet.errors import ConfigError, DeviceError
 from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.parallel import environment
+from falconet.parallel.division import over_cores
+from falconet.report.console import are
 
 RENDEZVOUS = 120  # seconds in which the hosts must meet
 REACHING = 15.0  # seconds in which a host must answer
+COUNTING = 60.0  # seconds in which it must count its devices, which may import torch
+UNREACHED = 255  # ssh's exit code where it is not that of the command
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them exists where PyTorch may find a device
 GRACE = 60.0  # seconds from the end of one host to that of all; torch's agent gives its workers 30 of them
 EVERY = 0.1  # seconds between two checks
 HERE = ("localhost", "127.0.0.1", "::1")
@@ -103,22 +108,41 @@ def is_here(host: str) -> bool:
     return host in HERE or host == socket.gethostname()
 
 
-def require_reachable(starts: Sequence[Start], *, remote_shell: Sequence[str]) -> None:
-    """Refuse hosts that do not answer, naming the first one."""
-    remote = [start.host for start in starts if start.remote]
-    if remote and not shutil.which(remote_shell[0]):
-        raise ConfigError(f"--host: cannot reach {remote[0]}: {remote_shell[0]} is not installed here")
-    over = [*remote_shell, *_patient(remote_shell)]
-    asked = [
-        (start.host, subprocess.Popen([*over, start.host, "true"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE))
-        for start in starts
-        if start.remote
-    ]
+def devices_of(hosts: Sequence[str], *, counting: Sequence[str], folder: str, remote_shell: Sequence[str]) -> list[int]:
+    """What `counting` prints on each of these hosts; one that does not answer is refused by name.
+
+    `counting`: this module with --devices or --cores, and before it what sets the variables.
+    """
+    if hosts and not shutil.which(remote_shell[0]):
+        raise ConfigError(f"--host: cannot reach {hosts[0]}: {remote_shell[0]} is not installed here")
+    over, line = [*remote_shell, *_patient(remote_shell)], f"cd {shlex.quote(folder)} && {shlex.join(counting)}"
+    asked = [(host, _begin([*over, host, line])) for host in hosts]
     answers = [(host, *_answer(process)) for host, process in asked]
-    for host, code, answer in answers:
+    for host, code, _, errors in answers:
         if code:
-            reason = answer.strip().splitlines()[-1] if answer.strip() else f"exit code {code}"
-            raise ConfigError(f"--host: cannot reach {host} by {remote_shell[0]}: {reason}")
+            reason = errors.strip().splitlines()[-1] if errors.strip() else f"exit code {code}"
+            what = f"cannot reach {host} by {remote_shell[0]}" if code == UNREACHED else f"cannot run Python on {host}"
+            raise ConfigError(f"--host: {what}: {reason}")
+    for host, _, count, _ in answers:
+        if not count.strip().isdigit():
+            raise ConfigError(f"--host: cannot count the devices of {host}: got '{count.strip()[:80]}'")
+    return [int(count) for _, _, count, _ in answers]
+
+
+def devices() -> tuple[int, str]:
+    """How many processes the devices of this host are enough for, and that in words."""
+    if any(map(os.path.exists, DRIVERS)):
+        import torch  # takes seconds: not on a machine without a driver
+
+        if torch.cuda.is_available():
+            count = torch.cuda.device_count()
+            return count, f"{are(count, 'CUDA device')} available"
+    return cores()
+
+
+def cores() -> tuple[int, str]:
+    """The same for a program that runs on the processor."""
+    return over_cores(len(os.sched_getaffinity(0)))
 
 
 def _patient(remote_shell: Sequence[str]) -> Sequence[str]:
@@ -126,14 +150,19 @@ def _patient(remote_shell: Sequence[str]) -> Sequence[str]:
     return ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACHING:.0f}") if remote_shell[0] == "ssh" else ()
 
 
-def _answer(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+def _begin(argv: Sequence[str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace")
+
+
+def _answer(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        _, answer = process.communicate(timeout=2 * REACHING)
+        answer, errors = process.communicate(timeout=COUNTING)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return 1, "does not answer"
-    return process.returncode, answer.decode(errors="replace")
+        return UNREACHED, "", "does not answer"
+    return process.returncode, answer, errors
 
 
 def run_together(starts: Sequence[Start], *, variables: Mapping[str, str]) -> int:
@@ -193,6 +222,9 @@ def _signals() -> Iterator[list[int]]:
 def main(argv: Sequence[str]) -> int:
     """Replace this process by the program; returns only if that fails."""
     words = list(argv)
+    if words[0] in COUNTS:
+        sys.stdout.write(f"{COUNTS[words[0]]()[0]}\n")
+        return DONE
     try:
         while words[0].startswith("--"):
             if words.pop(0) == "--numa":
@@ -261,6 +293,9 @@ def _address(interface: str) -> str | None:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), ADDRESS_OF, request)[20:24])
         except OSError:
             return None  # an interface without an address
+
+
+COUNTS = {"--devices": devices, "--cores": cores}
 
 
 if __name__ == "__main__":

@@ -67,7 +67,9 @@ def _help(option: Old, program: Program, model: OfModel | None) -> list[str]:
     ]
 
 
-_AUTOMATIC = re.compile(r"; auto:.*?(?=\.( |$))| None removes a stored value\.")  # values that the originals did not have
+_AUTOMATIC = re.compile(
+    r"; auto:.*?(?=\.( |$))| None removes a stored value\."
+)  # values that the originals did not have
 
 
 def _meaning(option: Old, program: Program) -> str:

@@ -19,8 +19,8 @@ with exits.at_once():  # the first 0.3 s
     from falconet.legacy import hosts
     from falconet.legacy.hosts import Job, Start, is_here, starts
     from falconet.parallel import environment
-    from falconet.parallel.division import PROCESSES_PER_CORE, processes_that_fit
-    from falconet.report.console import Lines, Say, Screen, are
+    from falconet.parallel.division import Asked, Division, over_hosts
+    from falconet.report.console import Lines, Say, Screen
 
 YES, NO = ("1", "yes", "true", "on"), ("0", "no", "false", "off")
 # Flags of IPU resources, which have no counterpart here; all take one value.
@@ -38,7 +38,6 @@ PYTHONS_OWN = ("--help", "--version", "--help-env", "--help-xoptions", "--help-a
 FORGOTTEN = "4"  # the TensorFlow README's value of --ipus-per-replica: its mk2_resnet50_bn_16ipus is in 4 stages
 CACHE = "TRITON_CACHE_DIR"
 NETWORKS = ("btl_tcp_if_include", "oob_tcp_if_include")
-DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one of them exists where PyTorch may find a device
 HELP = """usage: poprun [flags] PROGRAM [arguments]
 
 Runs a program as several processes, with the flags of Graphcore's poprun, by torchrun.
@@ -106,8 +105,8 @@ def command() -> NoReturn:
 
 
 def _run(asked: Poprun, *, say: Say) -> int:
-    processes, fewer = _processes(asked)
-    job = job_of(asked, os.environ, processes=processes)
+    division, fewer = _division(asked)
+    job = job_of(asked, os.environ, division=division)
     each = starts(job)
     for note in (*asked.notes, *fewer, *_notes(asked)):
         say(f"poprun: {note}")
@@ -118,7 +117,6 @@ def _run(asked: Poprun, *, say: Say) -> int:
         _show(each, say)
     if not each[0].remote and not shutil.which(asked.program[0]):
         raise ConfigError(f"{asked.program[0]}: not found; expected a program on the PATH")
-    hosts.require_reachable(each, remote_shell=asked.remote_shell)
     return hosts.run_together(each, variables=job.variables)
 
 
@@ -289,15 +287,15 @@ def with_script(program: Sequence[str], scripts: Collection[str]) -> tuple[tuple
     return (python, "train.py", *words), f"{python} {words[0]}: names no script; running {python} train.py"
 
 
-def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Job:
+def job_of(asked: Poprun, variables: Mapping[str, str], *, division: Division) -> Job:
     """What poprun was asked for, in torchrun's terms."""
+    processes = division.processes
     before = [*(["--numa"] if asked.numa_aware else []), *(["--network", asked.network] if asked.network else [])]
     shown = None
     if asked.only_instance is not None:
         instances = asked.instances or asked.replicas
         first = asked.only_instance * processes // instances
         shown = range(first, max(first + 1, (asked.only_instance + 1) * processes // instances))
-    exported = {name: variables.get(name) if value is None else value for name, value in asked.exported.items()}
     return Job(
         program=asked.program,
         processes=processes,
@@ -307,6 +305,7 @@ def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Jo
         variables={
             environment.REPLICAS: str(asked.replicas),
             environment.STAGES: str(asked.stages),
+            **({environment.RUNNING: str(division.stages)} if asked.stages > 1 else {}),
             environment.TETHERED: "poprun",
             # Otherwise, restarted workers read the addresses of dead ones from the agent's store (pytorch#135712).
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -314,7 +313,7 @@ def job_of(asked: Poprun, variables: Mapping[str, str], *, processes: int) -> Jo
             "TORCH_CPP_LOG_LEVEL": variables.get("TORCH_CPP_LOG_LEVEL") or "FATAL",
             "OMP_WAIT_POLICY": variables.get("OMP_WAIT_POLICY") or "PASSIVE",
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[1,${rank}]:",  # as mpirun's --tag-output
-            **{name: value for name, value in exported.items() if value is not None},
+            **_exported(asked, variables),
         },
         remote_shell=asked.remote_shell,
         tagged=asked.tagged,
@@ -331,34 +330,41 @@ def _port(text: str | None) -> int:
     return int(text)
 
 
-def _processes(asked: Poprun) -> tuple[int, list[str]]:
-    """How many to start, and a note if that is fewer than asked for: this host starts what it has devices for.
+def _division(asked: Poprun) -> tuple[Division, list[str]]:
+    """What is started, and a note if that is less than asked for: every host starts what all have devices for.
 
     The program knows how many replicas were asked for, and folds the missing ones into accumulation.
     """
-    everyone = asked.replicas * asked.stages
-    if everyone == 1 or not all(map(is_here, asked.hosts)):
-        return everyone, []
-    devices, what = _cores() if _is_for_cpu(asked) else _devices()
-    fitting = processes_that_fit(asked.replicas, stages=asked.stages, devices=devices)
-    if fitting == everyone:
-        return everyone, []
-    return fitting, [f"{everyone} processes requested, {what}: {fitting} {'is' if fitting == 1 else 'are'} started"]
+    recipe = Asked(replicas=asked.replicas, accumulation=1, stages=asked.stages)
+    whole = Division(asked.replicas, 1, asked.stages)
+    remote = [host for host in asked.hosts if not is_here(host)]
+    if (recipe.processes == 1 and not remote) or (asked.dry_run and remote):
+        return whole, []
+    is_for_cpu, count = _is_for_cpu(asked), max(1, len(asked.hosts))
+    devices, what = hosts.cores() if is_for_cpu else hosts.devices()
+    if remote:
+        counted = _counted(asked, remote, "--cores" if is_for_cpu else "--devices")
+        fewest = min(remote, key=lambda host: counted[host])
+        if len(remote) == count or counted[fewest] < devices:
+            devices, what = counted[fewest], f"{fewest} has devices for {counted[fewest]} on each host"
+    division = over_hosts(recipe, hosts=count, devices=devices, what=what)
+    if division.processes == recipe.processes:
+        return whole, []
+    are_started = "1 is started" if division.processes == 1 else f"{division.processes} are started"
+    return division, [f"{recipe.processes} processes requested, {what}: {are_started}"]
 
 
-def _devices() -> tuple[int, str]:
-    if any(map(os.path.exists, DRIVERS)):
-        import torch  # takes seconds: not on a machine without a driver
-
-        if torch.cuda.is_available():
-            count = torch.cuda.device_count()
-            return count, f"{are(count, 'CUDA device')} available"
-    return _cores()
+def _counted(asked: Poprun, remote: Sequence[str], what: str) -> dict[str, int]:
+    variables = [f"{name}={value}" for name, value in _exported(asked, os.environ).items()]
+    counting = ["env", *variables, sys.executable, "-m", "falconet.legacy.hosts", what]
+    found = hosts.devices_of(remote, counting=counting, folder=str(Path.cwd()), remote_shell=asked.remote_shell)
+    return dict(zip(remote, found, strict=True))
 
 
-def _cores() -> tuple[int, str]:
-    cores = len(os.sched_getaffinity(0))
-    return PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} available, for {PROCESSES_PER_CORE} processes each"
+def _exported(asked: Poprun, variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are carried to the hosts, where they are set."""
+    exported = {name: variables.get(name) if value is None else value for name, value in asked.exported.items()}
+    return {name: value for name, value in exported.items() if value is not None}
 
 
 def _is_for_cpu(asked: Poprun) -> bool:

@@ -1,8 +1,8 @@
 """The originals' programs: each translates its command line and runs `falconet` with the conventions of its users.
 
 `python -m falconet.legacy.programs pytorch train ...` runs a canonical line in the same way; the other names are
-`tensorflow` and `popart`. The workers of a translated run are started so, with the options that were typed as JSON
-before the command.
+`tensorflow` and `popart`. The workers of a translated run are started so: `tensorflow:train.py`, then the options that
+were typed, as JSON, before the command.
 """
 
 import json
@@ -59,7 +59,8 @@ def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
             print(f"{name}: note: {note}", file=sys.stderr)  # noqa: T201
     for variable, value in translation.environment.items():
         os.environ[variable] = os.environ.get(variable) or value
-    return cli.main([*translation.argv(), *ours], _conventions(program_named(program).conventions, translation.stored))
+    conventions = _conventions(program_named(program).conventions, called=name, stored=translation.stored)
+    return cli.main([*translation.argv(), *ours], conventions)
 
 
 def run(program: str, script: str, argv: Sequence[str] | None = None) -> NoReturn:
@@ -90,18 +91,22 @@ def gc_profile(argv: Sequence[str] | None = None) -> int:
 
 def canonical(argv: Sequence[str] | None = None) -> int:
     """A canonical command line, printed in the conventions that its first word names; returns the exit code."""
-    name, *line = list(sys.argv[1:] if argv is None else argv) or [""]
+    word, *line = list(sys.argv[1:] if argv is None else argv) or [""]
+    name, _, called = word.partition(":")
     stored = json.loads(line.pop(0)) if line and line[0].startswith("{") else None
     if name not in CONVENTIONS:
         expected = f"expected {', '.join(CONVENTIONS)}{did_you_mean(name, CONVENTIONS)}"
         print(f"falconet.legacy.programs: got '{name}', {expected}", file=sys.stderr)  # noqa: T201
         return MISTAKE
-    return cli.main(line, _conventions(name, stored))
+    return cli.main(line, _conventions(name, called=called or None, stored=stored))
 
 
-def _conventions(name: str, stored: Mapping[str, object] | None) -> Conventions:
-    """Those of an original, for a user who typed these options of it; workers get them on their line."""
+def _conventions(name: str, *, called: str | None, stored: Mapping[str, object] | None) -> Conventions:
+    """Those of the original that was called, for a user who typed these options; workers get both on their line."""
     known = CONVENTIONS[name]
+    if called is not None:
+        program = ("-m", "falconet.legacy.programs", f"{name}:{called}")
+        known = replace(known, called=called, program=program)
     if stored is None or known.options_file is None:
         return known
     return replace(known, typed=stored, program=(*known.program, json.dumps(stored)))

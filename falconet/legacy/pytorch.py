@@ -10,7 +10,6 @@ from falconet.legacy.pytorch_training import COMMON, IMAGENET, OFFLINE, TRAINING
 from falconet.legacy.table import Effect, Needs, Note, Program, To, Values, becomes, nothing, part_of, same, unused
 
 BOXES = "imagenet_2012_bounding_boxes.csv"
-WHOLE = "every process of `falconet bench infer` predicts with the whole model; --replicas N uses N devices"
 # The name of a served test, as pytest gives it: test_single_model[resnet50-resnet50-RequestType.SYNC-1].
 _SERVED = {
     "model": re.compile(r"(?<![\w-])(resnet50|efficientnet-b0|efficientnet-b4)(?![\w])"),
@@ -170,7 +169,7 @@ def digest(old: Values) -> Iterable[Effect]:
 
 _SHARED = {option.name: option for option in COMMON}
 _PREDICTED = {  # what differs without training
-    "--pipeline-splits": unused(_SHARED["--pipeline-splits"], WHOLE),
+    "--pipeline-splits": replace(_SHARED["--pipeline-splits"], effect="stages on as many devices, layers by our names"),
     "--iterations": replace(_SHARED["--iterations"], effect="times --device-iterations: batches, at most 2,000"),
     "--device-iterations": replace(
         _SHARED["--device-iterations"], rule=device_batches, effect="scales --iterations; the host starts every batch"

@@ -158,7 +158,7 @@ class Program:
     whole: bool = True  # sets its defaults too; else what was typed only, over a checkpoint's options
     conventions: str = "falconet"  # whose lines, files and names its users see
     settled: Callable[[Values], Mapping[str, object]] = lambda _: {}  # defaults that it computes, by option
-    lacks: Callable[[Values], Collection[str]] = lambda _: ()  # options that it has with another model only
+    lacks: Callable[[Values], Collection[str]] = lambda _: ()  # options of its table that it does not store
     rule: Rule | None = None  # what it always sets
     of_model: Callable[[Values], OfModel] | None = None
     word: Old | None = None  # the words that belong to no option, such as a path; None: there are none
@@ -178,7 +178,8 @@ class Program:
 
 
 IPU = "tuned the IPU only"
-STORED = {"--no-validation": "validation", "--gc-profile": "profile"}  # where argparse stored them under another name
+# Where argparse stored options under another name, switches by their opposite.
+STORED = {"--no-validation": "validation", "--no-proxy-recompute": "proxy_recompute", "--gc-profile": "profile"}
 
 
 def stored(own: Program, values: Values) -> dict[str, object]:
@@ -188,7 +189,7 @@ def stored(own: Program, values: Values) -> dict[str, object]:
     for option in (each for each in own.options if each.name not in left_out):
         name = STORED.get(option.name, option.name)
         if option.kind == "flag":
-            found[name] = values.flag(option.name) is not (name == "validation")
+            found.setdefault(name, values.flag(option.name) is not (option.name in STORED))
         elif option.count == "some":
             found[name] = [_plain(option, text) for text in values.texts(option.name)]
         elif values.has(option.name):

@@ -36,6 +36,7 @@ OF_FAMILY = {  # options that only one family of models had
     "resnext": ("--convolution-groups", "--widenet"),
     "squeezenet": ("--use-bypass",),
 }
+_NOT_STORED = ("--no-hostside-norm", "--stochastic-rounding", "--valid-batch-size")  # others say the same
 PASS_SECONDS = "3"  # of a pass that measures speed: as steady as the minutes that 50,000 images take
 VALIDATION_IMAGES = {"imagenet": 50_000, "cifar-10": 10_000, "cifar-100": 10_000}
 _Holds = Callable[[Values], bool]
@@ -273,7 +274,7 @@ _BESIDE = "validation.csv and log.txt go to the run folder of --restore-path; wi
 _NOT_HERE = {  # why predictions do not use an option, if not because they train nothing
     **dict.fromkeys(("--log-dir", "--logs-path", "--name-suffix", "--no-logs"), _BESIDE),
     **dict.fromkeys(("--wandb", "--wandb-project"), "`falconet upload RUN` sends validation.csv"),
-    "--log-all-instances": "only the first process measures",
+    "--log-all-instances": "all processes measure, the first one logs",
 }
 _WHOLE = "a model that predicts is whole; --shards are further replicas of it"
 _MEASURED = (
@@ -355,7 +356,7 @@ PROGRAMS = (
         about="trains from scratch, or continues with --restore-path",
         conventions="tensorflow",
         settled=tensorflow_facts.settled,
-        lacks=of_other_families,
+        lacks=lambda old: {*of_other_families(old), *_NOT_STORED},
         rule=training,
         of_model=of_model,
     ),

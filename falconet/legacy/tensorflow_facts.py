@@ -256,8 +256,14 @@ def groups(old: Values) -> int:
     return 4 if family(old) == "efficientnet" else 32 if is_imagenet(old) else 16
 
 
+def rounds_stochastically(old: Values) -> bool:
+    """By the switch, or the choice that replaced it in SDK 2.5."""
+    return not old.flag("--no-stochastic-rounding") and old.text("--stochastic-rounding") != "OFF"
+
+
 def settled(old: Values) -> dict[str, object]:
     """The defaults that depend on data and model, as the program's arguments.json has them."""
+    has_norm = family(old) != "squeezenet"
     return {
         "--dataset": dataset(old),
         "--data-dir": data_dir(old),
@@ -267,6 +273,9 @@ def settled(old: Values) -> dict[str, object]:
         "--base-learning-rate": None if old.has("--abs-learning-rate") else base_exponent(old),
         "--weight-decay": weight_decay(old),
         "--groups": groups(old),
+        "--batch-norm": old.flag("--batch-norm") or (has_norm and uses_batch_norm(old)),
+        "--group-norm": old.flag("--group-norm") or (has_norm and not uses_batch_norm(old)),
+        "--no-stochastic-rounding": not rounds_stochastically(old),
     }
 
 

@@ -72,8 +72,8 @@ def buffer_size(old: Values) -> Iterable[Effect]:
 
 
 def rounding(old: Values) -> Iterable[Effect]:
-    off = old.flag("--no-stochastic-rounding") or old.text("--stochastic-rounding") == "OFF"
-    yield To("no-enable-stochastic-rounding" if off else "enable-stochastic-rounding")
+    on = tensorflow_facts.rounds_stochastically(old)
+    yield To("enable-stochastic-rounding" if on else "no-enable-stochastic-rounding")
 
 
 def profile(old: Values) -> Iterable[Effect]:

@@ -6,6 +6,7 @@ from math import ceil
 from falconet.errors import ConfigError
 from falconet.legacy import tensorflow_facts
 from falconet.legacy.table import Effect, Note, Old, To, Values, Variable, becomes, nothing, part_of, same, short
+from falconet.parallel.environment import ALL_HOSTS
 
 SYNC = "replicas are identical after every update, which is checked at the start"
 LOGGED_ONCE = "only the first process logs and saves"
@@ -45,7 +46,8 @@ def averaging(old: Values) -> Iterable[Effect]:
     elif epochs:
         yield To("weight-avg-strategy", ("mean",))
         yield To("weight-avg-epochs", (epochs[0],))
-    rest = [f"exponential:{decay}" for decay in decays[1:]] + [f"epochs:{last}" for last in epochs[not decays :]]
+    others = epochs if decays else epochs[1:]
+    rest = [f"exponential:{decay}" for decay in decays[1:]] + [f"epochs:{last}" for last in others]
     if rest:
         yield To("weight-avg-also", tuple(rest))
 
@@ -69,6 +71,12 @@ def run_folder(old: Values) -> Iterable[Effect]:
         yield To("name-suffix", (old.text("--name-suffix"),))
     if old.given("--log-dir"):
         yield Variable("FALCONET_RUNS", old.text("--log-dir"))
+
+
+def log_all(old: Values) -> Iterable[Effect]:
+    """Any text meant yes."""
+    if old.has("--log-all-instances"):
+        yield Variable(ALL_HOSTS, "1")
 
 
 def wandb(old: Values) -> Iterable[Effect]:
@@ -137,7 +145,14 @@ OUTPUT: tuple[Old, ...] = (
         "temporary",
         "a temporary run folder, removed at a clean end, kept after a failure; takes precedence over --logs-path",
     ),
-    nothing("--log-all-instances", "text", LOGGED_ONCE),
+    becomes(
+        "--log-all-instances",
+        "text",
+        None,
+        "",
+        log_all,
+        "the first process of every host prints; the first of all writes the files",
+    ),
     same("--mlperf-logging", "flag", effect="the same: result_<seed>.txt in the run folder; no package is needed"),
     becomes("--wandb", "flag", None, "wandb wandb-project", wandb, "the same"),
     part_of("--wandb-project", "text", "tf-cnn", "wandb-project", "the same"),

@@ -45,6 +45,26 @@ def split(model: nn.Module, names: Sequence[str]) -> list[Stage]:
     return stages
 
 
+class OverDevices(nn.Module):
+    """Stages of a model that predicts, each on its own device of this process; a batch passes from one to the next.
+
+    The host starts the stages of a batch without waiting for them, so that the devices work on batches in turn. The
+    result is on the first device.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        """`stages`: already on their devices."""
+        super().__init__()
+        self._stages, self._devices = nn.ModuleList(stages), list(devices)
+
+    def forward(self, images: Tensor) -> Tensor:
+        values: tuple[Tensor, ...] = (images,)
+        for stage, device in zip(self._stages, self._devices, strict=True):
+            found = stage(*(value.to(device, non_blocking=True) for value in values))
+            values = found if isinstance(found, tuple) else (found,)
+        return values[0].to(images.device, non_blocking=True)
+
+
 def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
     """The splits that divide the model into `count` stages of about equal time on the example's device.
 

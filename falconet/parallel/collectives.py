@@ -23,8 +23,9 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from falconet.errors import ConfigError, DeviceError, SaidElsewhereError, UserError, WorldError, memory_shortage
-from falconet.parallel import environment, network
+from falconet.parallel import environment, meeting, network
 from falconet.parallel.environment import Place
+from falconet.parallel.meeting import Wait
 from falconet.parallel.world import World
 
 EVERY = 0.5  # seconds between checks; publishing costs one message, after a change or at a beat
@@ -356,8 +357,9 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
     wait = timedelta(seconds=timeout)
     try:
         folder = os.environ.get(environment.MEETING)
-        store = _in_folder(Path(folder), place, wait) if folder else _at_port(place, wait)
-        if folder or _share_a_network(store, place):
+        until = Wait(place, timeout=timeout)
+        store = _in_folder(Path(folder), place, wait) if folder else _at_port(place, until)
+        if folder or _share_a_network(store, until):
             network.keep_to_loopback()
         backend = "nccl" if device.type == "cuda" else "gloo"
         own = device if device.type == "cuda" else None
@@ -395,19 +397,19 @@ def _in_folder(folder: Path, place: Place, wait: timedelta) -> Store:
     return store
 
 
-def _at_port(place: Place, wait: timedelta) -> Store:
+def _at_port(place: Place, wait: Wait) -> Store:
     """The store of the first process or of torchrun, at the address that the launcher gave."""
-    if place.rank or environment.has_agent_store(os.environ):
-        return TCPStore(place.address, place.port, place.size, is_master=False, timeout=wait)
-    return network.store_at(place.address, place.port, place.size, wait=wait)
+    if environment.has_agent_store(os.environ):
+        return TCPStore(place.address, place.port, place.size, is_master=False, timeout=timedelta(seconds=wait.timeout))
+    return meeting.open_store(wait)
 
 
-def _share_a_network(store: Store, place: Place) -> bool:
+def _share_a_network(store: Store, wait: Wait) -> bool:
     """Whether all processes are on one host, whatever its name."""
     own = network.namespace()
-    keys = [f"falconet/network/{rank}" for rank in range(place.size)]
-    store.set(keys[place.rank], own)
-    return own != "" and all(other == own.encode() for other in store.multi_get(keys))
+    if environment.has_agent_store(os.environ):
+        store = PrefixStore("workers", store)  # the hosts have met at the same one
+    return {own} == set(meeting.exchange(store, meeting.PROCESS, own, wait=wait)) != {""}
 
 
 def _with_rank(rank: int) -> Callable[..., None]:

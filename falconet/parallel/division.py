@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from falconet.errors import ConfigError, DeviceError
+from falconet.parallel.environment import OURS
 
 PROCESSES_PER_CORE = 2  # on a CPU; more would only compete for time and memory
 
@@ -39,6 +40,13 @@ class Asked:
         return _replicas(self.replicas) + (f" of {self.stages} stages" if self.stages > 1 else "")
 
 
+def over_cores(cores: int) -> tuple[int, str]:
+    """How many processes the cores of a host are enough for, and that in words."""
+    processes = PROCESSES_PER_CORE * cores
+    are = "1 core is" if cores == 1 else f"{cores} cores are"
+    return processes, f"{are} available, enough for {_processes(processes)}"
+
+
 def over_devices(asked: Asked, *, devices: int, what: str) -> Division:
     """As many processes as devices; further replicas become accumulation, or all stages share one process."""
     if asked.processes <= devices:
@@ -51,9 +59,30 @@ def over_devices(asked: Asked, *, devices: int, what: str) -> Division:
     return _folded(asked, next(count for count in range(most, 0, -1) if asked.replicas % count == 0), what)
 
 
-def over_processes(asked: Asked, *, size: int, launcher: str) -> Division:
-    """Divide over the processes that a launcher started, which must fit the recipe."""
-    total, what = asked.replicas * asked.accumulation, f"{_processes(size)} of {launcher}"
+def over_hosts(asked: Asked, *, hosts: int, devices: int, what: str) -> Division:
+    """The same on every host, with `devices` each; a replica stays on one host."""
+    replicas, rest = divmod(asked.replicas, hosts)
+    total = asked.replicas * asked.accumulation
+    if rest and asked.free and total % hosts == 0:
+        asked, replicas, rest = replace(asked, accumulation=total // hosts), 1, 0
+    if rest:
+        raise ConfigError(
+            f"{asked} requested on {hosts} hosts; expected a multiple of {hosts}, because a replica stays on one host"
+        )
+    each = over_devices(replace(asked, replicas=replicas), devices=devices, what=what)
+    notes = tuple(f"on each of {hosts} hosts: {note}" for note in each.notes)
+    return replace(each, replicas=each.replicas * hosts, notes=notes)
+
+
+def over_processes(asked: Asked, *, size: int, launcher: str, running: int | None = None) -> Division:
+    """Divide over the processes that a launcher started, which must fit the recipe.
+
+    `running`: stages of a replica that the launcher has a process for; None: as many as fit.
+    """
+    if running == 1 < asked.stages:
+        whole = over_processes(replace(asked, stages=1), size=size, launcher=launcher)
+        return _in_one(asked, whole, processes_of(launcher, size))
+    total, what = asked.replicas * asked.accumulation, processes_of(launcher, size)
     replicas, rest = divmod(size, asked.stages)
     if size == asked.processes:
         return Division(asked.replicas, asked.accumulation, asked.stages)
@@ -77,11 +106,9 @@ def over_processes(asked: Asked, *, size: int, launcher: str) -> Division:
     )
 
 
-def processes_that_fit(replicas: int, *, stages: int, devices: int) -> int:
-    """The most processes for whole replicas whose number divides that asked for; 1 if not even one replica fits."""
-    if stages > devices:
-        return 1
-    return stages * next(count for count in range(min(replicas, devices // stages), 0, -1) if replicas % count == 0)
+def processes_of(launcher: str, size: int) -> str:
+    """What a launcher started, in words; its user typed its name, unless it is ours."""
+    return _processes(size) if launcher == OURS else f"{_processes(size)} of {launcher}"
 
 
 def _processes(number: int) -> str:

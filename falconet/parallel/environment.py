@@ -5,10 +5,9 @@ import json
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from falconet.errors import ConfigError
 
@@ -18,12 +17,16 @@ PORT = 29500  # torch's default
 SLURM_PORTS = range(20_000, 40_000)  # so that two jobs on one host get different ports
 WAITING = 3.0  # seconds for the first process to open its port, or to report an error and exit
 ATTEMPT = "FALCONET_ATTEMPT"  # how often our launcher has restarted the workers
+OURS = "falconet"  # our launcher's name; nobody types it
 OWN = "FALCONET_LAUNCHER"  # process id of our launcher
 MEETING = "FALCONET_MEETING"  # private folder in which the workers of our launcher meet, instead of at a port
 FIRST = "first"  # a file in it: the first worker has started
 BOUND = "FALCONET_BOUND"  # this process is already bound to a NUMA node
+TF_CONFIG = "TF_CONFIG"  # TensorFlow's variable, and the name of what it launches
 TETHERED = "FALCONET_TETHERED"  # the launcher that holds our stdin open while it runs, by its name
 REPLICAS, STAGES = "FALCONET_REPLICAS", "FALCONET_STAGES"  # what the launcher was asked for
+ALL_HOSTS = "FALCONET_LOG_ALL_HOSTS"  # the first process of every host prints, not only that of the first
+RUNNING = "FALCONET_RUNNING_STAGES"  # stages of a replica that have a process each, as the launcher decided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +69,10 @@ def said_here(environment: Mapping[str, str], message: str) -> str | None:
     if place is None or place.rank == 0 or message.startswith(f"rank {place.rank}: "):
         return message
     # Before there is a world: if the first process waits for us, it does not have the same error.
-    of_the_agent = has_agent_store(environment)  # which is there in any case
-    return f"rank {place.rank}: {message}" if not of_the_agent and _is_waiting(place, environment) else None
+    if has_agent_store(environment):  # which is there in any case
+        time.sleep(WAITING)  # when we exit, the launcher ends the first process, which may not have reported it yet
+        return None
+    return f"rank {place.rank}: {message}" if _is_waiting(place, environment) else None
 
 
 def has_agent_store(environment: Mapping[str, str]) -> bool:
@@ -94,6 +99,12 @@ def is_first(environment: Mapping[str, str]) -> bool:
     """Whether this is the first process, which alone prints and does what cannot be shared."""
     place = find_place(environment)
     return place is None or place.rank == 0
+
+
+def prints(environment: Mapping[str, str]) -> bool:
+    """Whether this process, which is not the first of all, prints what the first does."""
+    place = find_place(environment)
+    return bool(environment.get(ALL_HOSTS)) and place is not None and place.local_rank == 0
 
 
 def cores_of(environment: Mapping[str, str], *, host: int, own: int, expected: int = 1) -> int:
@@ -133,6 +144,21 @@ def asked_of_launcher(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return _number(environment, REPLICAS), _number(environment, STAGES)
 
 
+def stages_running(environment: Mapping[str, str]) -> int | None:
+    """Stages of a replica that the launcher has a process for, on one host; None: it left that open."""
+    return _number(environment, RUNNING) if _are_set(environment, RUNNING) else None
+
+
+def is_one_per_host(environment: Mapping[str, str], place: Place) -> bool:
+    """Whether each host has one process of TF_CONFIG or mpirun, which starts those that the plan needs there."""
+    if place.launcher == "mpirun":
+        return place.local_size == 1
+    if place.launcher != TF_CONFIG:
+        return False
+    hosts = [_host(address) for address in _cluster(environment)]
+    return len(set(hosts)) == len(hosts)
+
+
 def attempt(environment: Mapping[str, str]) -> int:
     """How often our launcher or torchrun has restarted this run after a worker died."""
     return max(int(environment.get(name) or 0) for name in (ATTEMPT, "TORCHELASTIC_RESTART_COUNT"))
@@ -141,7 +167,8 @@ def attempt(environment: Mapping[str, str]) -> int:
 def _torchrun(environment: Mapping[str, str]) -> Place | None:
     if not _are_set(environment, "RANK", "WORLD_SIZE"):
         return None
-    return _place(environment, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    launcher = OURS if environment.get(OWN) else environment.get(TETHERED) or "torchrun"
+    return _place(environment, launcher, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Place | None:
@@ -185,43 +212,64 @@ def first_host(nodes: str) -> str:
 
 def _tf_config(environment: Mapping[str, str]) -> Place | None:
     """TensorFlow's variable: the chief first, then the workers, each as host:port."""
-    text = environment.get("TF_CONFIG")
-    if not text:
+    everyone = _cluster(environment)
+    if not everyone:
         return None
-    try:
-        content: Any = json.loads(text)
-        cluster, task = content.get("cluster", {}), content.get("task", {})
-        chiefs, workers = cluster.get("chief", []), cluster.get("worker", [])
-        everyone = [*chiefs, *workers]
-        if not everyone:
-            return None
+    hosts = [_host(address) for address in everyone]
+    with _parsed():
+        content = json.loads(environment[TF_CONFIG])
+        chiefs, task = content["cluster"].get("chief", []), content.get("task", {})
         rank = int(task["index"]) + (len(chiefs) if task["type"] == "worker" else 0)
-        hosts = [address.rsplit(":", 1)[0] for address in everyone]
-        host, port = everyone[0].rsplit(":", 1)
         own = [number for number, name in enumerate(hosts) if name == hosts[rank]]
-        place = Place(
-            launcher="TF_CONFIG",
+        return Place(
+            launcher=TF_CONFIG,
             rank=rank,
             size=len(everyone),
             local_rank=own.index(rank),
             local_size=len(own),
-            address=host,
-            port=int(port),
+            address=hosts[0],
+            port=_port(everyone[0]),
         )
+
+
+def _cluster(environment: Mapping[str, str]) -> list[str]:
+    """The host:port of every process in TF_CONFIG; none without it, or for a single process."""
+    with _parsed():
+        content = json.loads(environment.get(TF_CONFIG) or "{}")
+        cluster = content.get("cluster", {})
+        everyone = [*cluster.get("chief", []), *cluster.get("worker", [])]
+        for address in everyone:
+            if not (isinstance(address, str) and re.fullmatch(r".+:\d+", address)):
+                raise ValueError(f"{address!r} is not host:port")
+        return everyone
+
+
+@contextlib.contextmanager
+def _parsed() -> Iterator[None]:
+    try:
+        yield
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(
             "TF_CONFIG: cannot be parsed; expected JSON such as {'cluster': {'worker': ['host:port', ...]}, 'task':"
             f" {{'type': 'worker', 'index': 0}}}} ({type(error).__name__}: {error})"
         ) from error
-    return place
+
+
+def _host(address: str) -> str:
+    return address.rsplit(":", 1)[0]
+
+
+def _port(address: str) -> int:
+    return int(address.rsplit(":", 1)[1])
 
 
 def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str, local: str) -> Place:
     """A place from four variables; without the local ones, all processes are assumed to be on this host."""
     own, everyone = _number(environment, rank), _number(environment, size)
     local_size = _number(environment, local, everyone)
-    first, port = _first_of_cluster(environment)
-    address = environment.get("MASTER_ADDR") or first
+    # Under mpirun, TF_CONFIG is the same for all processes, without an index.
+    cluster = [] if _are_set(environment, "MASTER_ADDR", "MASTER_PORT") else _cluster(environment)
+    address = environment.get("MASTER_ADDR") or (_host(cluster[0]) if cluster else None)
     if environment.get(local) and local_size == everyone and not has_agent_store(environment):
         address = LOOPBACK  # all are on this host, so no other needs to reach the first process
     if not address and local_size < everyone:
@@ -233,18 +281,8 @@ def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, 
         local_rank=_number(environment, local_rank, own),
         local_size=local_size,
         address=address or LOOPBACK,
-        port=_number(environment, "MASTER_PORT", port),
+        port=_number(environment, "MASTER_PORT", _port(cluster[0]) if cluster else PORT),
     )
-
-
-def _first_of_cluster(environment: Mapping[str, str]) -> tuple[str | None, int]:
-    """The first process in TF_CONFIG, which under mpirun is the same for all processes, without an index."""
-    try:
-        cluster = json.loads(environment.get("TF_CONFIG") or "{}").get("cluster", {})
-        host, port = [*cluster.get("chief", []), *cluster.get("worker", [])][0].rsplit(":", 1)
-        return host, int(port)
-    except (ValueError, AttributeError, IndexError):
-        return None, PORT
 
 
 def _are_set(environment: Mapping[str, str], *names: str) -> bool:

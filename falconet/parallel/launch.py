@@ -1,6 +1,7 @@
 """Launch the workers that a plan needs with torch's elastic agent, and restart them when one dies."""
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -9,19 +10,26 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from falconet import exits, writing
-from falconet.errors import Interrupted, WorldError
+from falconet.errors import ConfigError, Interrupted, WorldError
 from falconet.exits import DONE, INTERRUPTED, MISTAKE
-from falconet.parallel import environment, rendezvous
+from falconet.parallel import environment, meeting, rendezvous
+from falconet.parallel.environment import Place
 from falconet.parallel.host import none_left
+from falconet.parallel.meeting import Wait
 
 FINAL = (MISTAKE, INTERRUPTED)  # exit codes after which restarting would not help
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the agent handles these
+ALL = "falconet-hosts"  # the run id of hosts that have met
+TOGETHER = 120  # seconds in which the agents of hosts that have met must start
 NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
 
 
@@ -33,6 +41,34 @@ class Workers:
     processes: int
     restarts: int
     program: Sequence[str] = ("-m", "falconet")  # Python's arguments before them
+    hosts: "Hosts | None" = None  # with as many on each; None: this host alone
+    stages: int | None = None  # of a replica that have a process each; None: as the program has it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """The hosts of a run, one process on each, which starts the workers there; met at a store on the first."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    store: Store
+    fewest: int  # devices that any of them has
+
+
+def meet(place: Place, *, devices: int, timeout: float) -> Hosts:
+    """Meet the processes of the other hosts; this one has so many devices."""
+    where, wait = f"{place.address}:{place.port}", Wait(place, timeout=timeout)
+    try:
+        store = meeting.open_store(wait)
+        fewest = min(map(int, meeting.exchange(store, meeting.HOST, str(devices), wait=wait)))
+    except (OSError, DistError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"{place.launcher}: {where} is in use; choose a free port") from error
+        reason = str(error).partition("\n")[0]
+        raise WorldError(f"worker {place.rank}: cannot meet the others at {where}: {reason}") from error
+    return Hosts(rank=place.rank, size=place.size, address=place.address, port=place.port, store=store, fewest=fewest)
 
 
 def launch(workers: Workers, *, progress: Callable[[], object], say: Callable[[str], None]) -> int:
@@ -64,21 +100,43 @@ def _run(workers: Workers, attempt: int) -> Mapping[int, int]:
         # Our errors report in one line what torch's C++ would warn about.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR",
     }
+    if workers.stages is not None:
+        own[environment.RUNNING] = str(workers.stages)
     # Mode 0700 and an unpredictable name; new for each attempt, without the files of dead workers.
-    with writing.scratch() as folder, _variables({**own, environment.MEETING: folder}):
+    with writing.scratch() as folder:
+        own |= {} if workers.hosts else {environment.MEETING: folder}
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
             nproc_per_node=workers.processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend=rendezvous.ONE_HOST,
-            rdzv_endpoint=f"{environment.LOOPBACK}:{environment.PORT}",  # for torch's variables; nothing listens
             max_restarts=0,  # we restart: the agent would also do so after a user error
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             signals_to_handle=heeded(),
+            **(_together(workers.hosts) if workers.hosts else _alone()),
         )
-        agent = elastic_launch(config, sys.executable)
-        return failures_of(lambda: agent(*workers.program, *workers.argv))
+        with _variables(own):
+            agent = elastic_launch(config, sys.executable)
+            return failures_of(lambda: agent(*workers.program, *workers.argv))
+
+
+def _alone() -> dict[str, Any]:
+    return {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "run_id": uuid.uuid4().hex,
+        "rdzv_backend": rendezvous.ONE_HOST,
+        "rdzv_endpoint": f"{environment.LOOPBACK}:{environment.PORT}",  # for torch's variables; nothing listens
+    }
+
+
+def _together(hosts: Hosts) -> dict[str, Any]:
+    rendezvous.OPENED[ALL] = hosts.store
+    return {
+        "min_nodes": hosts.size,
+        "max_nodes": hosts.size,
+        "run_id": ALL,
+        "rdzv_backend": rendezvous.IN_ORDER,
+        "rdzv_endpoint": f"{hosts.address}:{hosts.port}",
+        "rdzv_configs": {"rank": hosts.rank, "timeout": TOGETHER},
+    }
 
 
 def failures_of(agent: Callable[[], object]) -> Mapping[int, int]:

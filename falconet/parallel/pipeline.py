@@ -40,7 +40,7 @@ class Place:
 
 def in_flight(kind: Kind, *, stage: int, stages: int, micro_batches: int) -> int:
     """The most micro-batches whose activations a stage keeps at the same time."""
-    most = {"grouped": micro_batches, "interleaved": stages - stage, "sequential": 1}
+    most = {"grouped": 2 * stages - stage, "interleaved": stages - stage, "sequential": 1}
     return min(most[kind], micro_batches)
 
 
@@ -87,8 +87,31 @@ class Pipeline:
             output_args=tuple(_on_the_wire(t) for t in place.leaving),
             group=place.world.group,
         )
-        schedule = Schedule1F1B if self._kind == "interleaved" else ScheduleGPipe
+        schedule = SCHEDULES[self._kind]
         return schedule(stage, self._micro_batches // self._calls, loss_fn=self._loss, scale_grads=False)
+
+
+class ScheduleGrouped(Schedule1F1B):
+    """1F1B as in a pipeline of twice the stages: each stage runs that many more micro-batches forward first.
+
+    GPipe, which runs all of an update forward first, would hold all of them. Every stage is later by the same number:
+    so the messages of neighbours stay paired, without which NCCL would wait forever.
+    """
+
+    def __init__(self, stage: PipelineStage, micro_batches: int, **rest: Any) -> None:
+        # Without 1F1B's own check: here, an update may have fewer micro-batches than the pipeline stages.
+        PipelineScheduleSingle.__init__(self, stage, micro_batches, **rest)
+        self._num_stages *= 2  # decides only how many micro-batches go forward first
+
+    def _get_pipeline_order(self) -> None:
+        """Of 1F1B with more micro-batches than stages, and for pictures only."""
+
+
+SCHEDULES: dict[Kind, Callable[..., PipelineScheduleSingle]] = {
+    "grouped": ScheduleGrouped,
+    "interleaved": Schedule1F1B,
+    "sequential": ScheduleGPipe,  # with one micro-batch at a time
+}
 
 
 class _Ends(nn.Module):

@@ -88,15 +88,25 @@ def _one_host(params: RendezvousParameters) -> FixedRendezvous:
     return FixedRendezvous(params, rank=0, open_store=HashStore)
 
 
+OPENED: dict[str, Store] = {}  # by run id: stores of hosts that have met before, to agree on what to start
+
+
+def open_in_order(host: str, port: int, *, rank: int, size: int, wait: timedelta) -> Store:
+    """The store of `size` hosts, which the first one holds."""
+    if rank == 0:
+        return store_at(host, port, size, wait=wait)
+    return TCPStore(host, port, size, False, wait)
+
+
 def _in_order(params: RendezvousParameters) -> FixedRendezvous:
     rank = int(params.config["rank"])
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=PORT)
     wait = timedelta(seconds=int(params.config["timeout"]))
 
     def open_store() -> Store:
-        if rank == 0:
-            return store_at(host, port, params.max_nodes, wait=wait)
-        return TCPStore(host, port, params.max_nodes, False, wait)
+        if params.run_id in OPENED:
+            return OPENED[params.run_id]
+        return open_in_order(host, port, rank=rank, size=params.max_nodes, wait=wait)
 
     return FixedRendezvous(params, rank=rank, open_store=open_store)
 

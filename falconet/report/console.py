@@ -308,8 +308,9 @@ class Counting:
 
 
 def screen_of(world: "World", *, words: Callable[[str], str] = str) -> Screen:
-    """A screen that only the first process prints to."""
-    return Screen(words=words) if world.is_first else Screen(Console(quiet=True))
+    """A screen that only the first process prints to, or the first of each host."""
+    is_heard = world.is_first or environment.prints(os.environ)
+    return Screen(words=words) if is_heard else Screen(Console(quiet=True))
 
 
 def spoken(world: "World | None" = None, *, words: Callable[[str], str] = str) -> Say:

@@ -85,11 +85,13 @@ class Row:
 class EpochTable:
     """Columns wide enough for every row of a run."""
 
-    def __init__(self, *, epochs: int, metric: Metric, validates: bool, averages: bool) -> None:
-        """`validates`: there are validations; `averages`: of a moving average too."""
-        self._epochs = epochs
+    def __init__(self, *, epochs: float, metric: Metric, validates: bool, averages: bool) -> None:
+        """`epochs`: of the run, which may end within one. `validates`: there are validations; `averages`: of a moving
+        average too.
+        """
+        self._epochs = in_short(epochs)
         self._widths = {
-            "epoch": max(7, 2 * len(str(epochs)) + 1),
+            "epoch": max(7, 2 * len(self._epochs) + 1),
             "train loss": 10,
             metric.training_head: 9,
             **({"val loss": 8, f"val {metric.short}": 7} if validates else {}),

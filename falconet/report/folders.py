@@ -25,14 +25,15 @@ class RunShape:
     rounds_stochastically: bool
     image_size: int  # pixels
     suffix: str | None = None  # --name-suffix
+    parent: Path | None = None  # where its folder goes; None: the folder of all run folders
 
 
 def fresh(shape: RunShape) -> Path:
     """`runs/<model>_<data>_<time>`, which does not exist yet."""
-    return numbered(home("runs"), f"{plain(shape.model)}_{shape.data}_{now()}{suffix(shape)}")
+    return numbered(home(shape.parent or "runs"), f"{plain(shape.model)}_{shape.data}_{now()}{suffix(shape)}")
 
 
-def home(default: str) -> Path:
+def home(default: str | Path) -> Path:
     """The folder of all run folders."""
     return Path(os.environ.get(RUNS) or default)
 

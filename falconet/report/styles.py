@@ -37,11 +37,12 @@ class Facts:
     replicas: int
     stages: int  # of one replica
     image_size: int
-    epochs: int  # done at the end
+    epochs: float  # done at the end
     metric: Metric = ACCURACY
     validates: bool = True
     averages: bool = False  # the moving average of the weights is validated too
     restored: Path | None = None  # the checkpoint that the run continues from
+    is_newest: bool = True  # there is no newer one beside it
     typed: Mapping[str, object] | None = None  # the options of the original that was started; None: of none
 
 
@@ -314,7 +315,12 @@ class Conventions:
     logs_where_it_saves: bool = False  # --checkpoint-output-path is the run folder too
     heartbeat: float | None = None  # seconds without a line after which a pipe gets one; None: one at the start
     words: Callable[[str], str] = str  # a line with the options as the program that was started names them
+    called: str | None = None  # the program that was started, as its errors begin; None: falconet and the command
     program: tuple[str, ...] = ("-m", "falconet")  # Python's arguments that start a worker, before its command
+
+    @property
+    def is_ours(self) -> bool:
+        return self.style is Falconet
 
 
 FALCONET = Conventions(style=Falconet, run_folder=folders.fresh, predictions=inference.heading, heartbeat=HEARTBEAT)

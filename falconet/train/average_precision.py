@@ -88,6 +88,11 @@ def _place(count: int, world: World) -> tuple[slice, int]:
     return slice(first, first + count), int(counts.sum())
 
 
+def gathered(own: Tensor, world: World) -> Tensor:
+    """The rows of all processes, by rank."""
+    return _gathered(own, *_place(len(own), world), world)
+
+
 def _gathered(own: Tensor, ours: slice, total: int, world: World) -> Tensor:
     """Everyone's rows, by a sum to which each process adds zeros elsewhere, which changes no bit."""
     rows = torch.zeros(total, *own.shape[1:], dtype=own.dtype)

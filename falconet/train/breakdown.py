@@ -15,9 +15,10 @@ from torch import Tensor
 from falconet.data.keyed import IntArray
 from falconet.data.storage import ArraySource, BoolArray, Source
 from falconet.errors import ConfigError, printable
+from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
 from falconet.report.epochs import ACCURACY
-from falconet.train.average_precision import ClassPrecision
+from falconet.train.average_precision import ClassPrecision, gathered
 from falconet.train.evaluate import TOP, Evaluation, Observe
 
 BINS = 15  # of the calibration error, as in Guo et al., 2017
@@ -46,8 +47,10 @@ class Collected:
         classes, probabilities = best(logits, 1)
         self._parts.append((labels.int(), classes[:, 0].int(), probabilities[:, 0]))
 
-    def read(self) -> Answers:
-        labels, predicted, confidence = (torch.cat(each).cpu().numpy() for each in zip(*self._parts, strict=True))
+    def read(self, world: World = ALONE) -> Answers:
+        """Those of all processes, in the order of the images."""
+        own = (torch.cat(each).cpu() for each in zip(*self._parts, strict=True))
+        labels, predicted, confidence = (gathered(each, world).numpy() for each in own)
         is_counted = labels >= 0
         return Answers(labels[is_counted], predicted[is_counted], confidence[is_counted])
 
@@ -222,13 +225,17 @@ def _short(name: str) -> str:
 
 
 class Predictions:
-    """Observes batches and writes a row for each image; images come in the order of their source."""
+    """Observes batches and writes a row for each image; images come in the order of their source, from `begin` on.
 
-    def __init__(self, file: TextIO, source: Source, class_names: Sequence[str]) -> None:
+    The first image comes after the names of the columns.
+    """
+
+    def __init__(self, file: TextIO, source: Source, class_names: Sequence[str], *, begin: int = 0) -> None:
         self._writer, self._source, self._names = csv.writer(file), source, class_names
-        self._done = 0  # images
+        self._done = begin  # images
         self._top = min(TOP, len(class_names))
-        self._writer.writerow(["path", *self._columns()])
+        if begin == 0:
+            self._writer.writerow(["path", *self._columns()])
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         rows = zip(labels.tolist(), self._answers(logits), strict=True)
@@ -258,9 +265,11 @@ class Predictions:
 class MultiLabelPredictions(Predictions):
     """The same for photos with several labels: those they have, those predicted, and the probability of each class."""
 
-    def __init__(self, file: TextIO, source: Source, class_names: Sequence[str], sets: BoolArray) -> None:
+    def __init__(
+        self, file: TextIO, source: Source, class_names: Sequence[str], sets: BoolArray, *, begin: int = 0
+    ) -> None:
         self._sets = sets
-        super().__init__(file, source, class_names)
+        super().__init__(file, source, class_names, begin=begin)
 
     def _columns(self) -> list[str]:
         return ["labels", "predicted", *self._names]

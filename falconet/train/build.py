@@ -47,7 +47,6 @@ from falconet.parallel.world import World, open_world
 from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
 from falconet.report.console import Say, Screen
-from falconet.report.styles import FALCONET
 from falconet.train import defaults, processes, saved_model
 from falconet.train.capture import CapturedStep
 from falconet.train.evaluate import require_accuracy
@@ -151,7 +150,7 @@ def _check_labels(images: Dataset, launch: Launch) -> None:
             "--sampler: got 'balanced', but photos with several labels have no one class to draw by; expected"
             " --class-weights balanced"
         )
-    if launch.conventions is not FALCONET:
+    if not launch.conventions.is_ours:
         require_accuracy(images, "falconet train")
 
 
@@ -176,6 +175,8 @@ class BuiltPhase:
             accumulation=processes.accumulation_of(self.phase, launch.division),
             replicas=launch.division.replicas,
             replica=site.grid.replicas.rank,
+            joined=processes.joined(self.options.parallel, launch.division),
+            folded=processes.folded(self.options.parallel, launch.division),
         )
         self.full_size: Dataset = before.full_size if before else opened or self._images()
         _check_labels(self.full_size, launch)
@@ -236,9 +237,9 @@ class BuiltPhase:
         options, grid, device = self.options, self.site.grid, self.site.world.device
         treatment = self._treatment()
         with named_option("batchnorm_span"):
-            span_batchnorm(self.model, grid, span=options.parallel.batchnorm_span)
+            span_batchnorm(self.model, grid, span=options.parallel.batchnorm_span // self.shape.joined)
         if options.training.batchnorm_per_update:
-            move_once(self.model, micro_batches=self.shape.accumulation)
+            move_once(self.model, micro_batches=self.shape.as_run.accumulation)
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
         if shards and options.optimizer.optimizer == "lars":
             _require_one_format(self.model, treatment.undecayed)

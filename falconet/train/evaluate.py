@@ -407,7 +407,7 @@ class Validation:
         self.output.screen.glance("validating")
         return self.stopping()
 
-    def average(self, name: str, *, suffix: str) -> None:
+    def average(self, name: str, *, suffix: str, origin: Origin) -> None:
         """Measure the model, which has averaged weights; `suffix` distinguishes further averages."""
         begun = self.output.stopwatch.clock()
         found = self.measure(self.state.model, never)
@@ -415,7 +415,8 @@ class Validation:
         group = f"validation_averaged_{suffix}" if suffix else "validation_averaged"
         self.output.measurements.write(self.state.progress.update, _named(group, found))
         seconds = self.output.stopwatch.clock() - begun
-        self.output.style.averaged(self._validated(found, seconds, name), which=suffix)
+        validated = replace(self._validated(found, seconds, name), origin=origin)
+        self.output.style.averaged(validated, which=suffix)
 
     def other(
         self, name: str, progress: format.Progress, report: Callable[[Validated], None], *, origin: Origin
@@ -425,7 +426,7 @@ class Validation:
         found = self.measure(self.state.model, self.stopping)
         self._warn(found, f"the validation of {name}")
         validated = self._validated(found, self.output.stopwatch.clock() - begun, name)
-        report(replace(validated, update=progress.update, epoch=float(progress.epoch), origin=origin))
+        report(replace(validated, update=progress.update, epoch=progress.epochs, origin=origin))
         return found
 
     def _warn(self, found: Evaluation, what: str) -> None:

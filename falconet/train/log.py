@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from falconet.checkpoint.format import whole_after
 from falconet.checkpoint.state import Totals, TrainState
 from falconet.config import commands, rules
 from falconet.config.fields import options_of, value_of
@@ -77,6 +78,7 @@ class Log:
                 **self._scale_metrics(totals),
             },
         )
+        self.output.measurements.note(update, self._means(self.state.progress.epoch))
         for each in self.also:
             each(update)
         self.output.style.log(self._point(totals, rate))
@@ -98,9 +100,12 @@ class Log:
         totals = meter.end_epoch()
         rate = self._epoch_laps.end(totals.images)
         self._images += rate.images
-        means = {"train/loss": totals.mean_loss, f"train/{self.metric.training}": totals.accuracy}
-        self.output.measurements.note(self.state.progress.update, means)  # not those of the last interval alone
+        self.output.measurements.note(self.state.progress.update, self._means(totals))
         self.output.style.end_epoch(self._point(totals, rate))
+
+    def _means(self, epoch: Totals) -> dict[str, float]:
+        """What a checkpoint states: of the epoch so far, not of the last interval alone."""
+        return {"train/loss": epoch.mean_loss, f"train/{self.metric.training}": epoch.accuracy}
 
     def end(self) -> None:
         """After the last update."""
@@ -171,11 +176,10 @@ def weight_drawing(
 
 
 def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> Style:
-    """The style of a phase, with its first lines printed; silent in all processes but the first."""
+    """The style of a phase, with its first lines printed; only the first process writes files."""
     options, is_first, conventions = built.options, built.site.world.is_first, built.launch.conventions
-    say = built.site.screen.line if is_first else lambda _: None
-    style = conventions.style(RunLog(say, folder if is_first else None, sinks=sinks))
-    asked = built.launch.loaded.options
+    style = conventions.style(RunLog(built.site.screen.line, folder if is_first else None, sinks=sinks))
+    asked, restored = built.launch.loaded.options, built.restored
     style.begin(
         Facts(
             options={name: value_of(asked, option) for name, option in options_of(type(asked)).items()},
@@ -187,11 +191,12 @@ def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> S
             replicas=built.plan.replicas,
             stages=rules.stages_of(options.parallel),
             image_size=built.images.training.image_size,
-            epochs=built.plan.last_epoch,
+            epochs=built.plan.epoch_at(built.plan.updates),
             metric=built.images.metric,
             validates=built.plan.validation_mode != "none",
             averages=options.optimizer.ema_half_life is not None,
-            restored=built.restored.folder if built.restored else None,
+            restored=restored.folder if restored else None,
+            is_newest=not restored or whole_after(restored.folder.parent, restored.manifest.progress) is None,
         )
     )
     return style

@@ -5,7 +5,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from falconet.train.defaults import batch_for
 from falconet.train.placement import GIB, WholeModel, training_bytes
 from falconet.train.processes import Launch
 
+if TYPE_CHECKING:
+    from falconet.parallel.pipeline import Kind  # torch's pipelines take a second to import
+
 SPARE = 1 / 32  # of a device's memory: what its allocator may not find in one piece in a longer run
 UPDATES = 2  # of a trial: the first one creates the optimizer's state
 AHEAD = 2  # updates whose images are on the device: the one in use, and the next
@@ -50,7 +53,7 @@ class Need:
         return self.fixed + micro_batch * self.per_image
 
 
-def predicted(built: BuiltPhase, state: TrainState) -> Need | None:
+def predicted(built: BuiltPhase, model: nn.Module) -> Need | None:
     """From what the backward pass of an image needs; None: a stage of a pipeline, or recomputed layers by name.
 
     Convolution workspaces come on top, and what the allocator cannot use: rather too little than a needless warning.
@@ -59,17 +62,17 @@ def predicted(built: BuiltPhase, state: TrainState) -> Need | None:
     if not isinstance(placement, WholeModel):
         return None
     side = built.images.training.image_size
-    casts, growth = _kept(built, state.model)
+    casts, growth = _kept(built, model)
     activations = sum(growth)
     if placement.recomputation:
         if placement.recomputation.activations is None:
             return None
-        activations = placement.recomputation.activations // shape.micro_batch
+        activations = placement.recomputation.activations // shape.as_run.micro_batch
     pixels = 3 * side * side
     images = shape.micro_batch * shape.accumulation
-    weights = training_bytes(state.model, built.options, regime=built.regime, replicas=built.launch.division.replicas)
+    weights = training_bytes(model, built.options, regime=built.regime, replicas=built.launch.division.replicas)
     # Beside the activations: the input as float32, and the gradient of one layer.
-    per_image = activations + 4 * pixels + max(growth, default=0)
+    per_image = shape.joined * (activations + 4 * pixels + max(growth, default=0))
     return Need(fixed=weights + casts + AHEAD * images * pixels, per_image=per_image)
 
 
@@ -122,32 +125,83 @@ def _storage(tensor: Tensor) -> int:
     return number
 
 
-def capacity(device: torch.device) -> int:
-    """Bytes that this process has or could still get, on the device or, for a CPU, on the host."""
+def capacity(device: torch.device, processes: int = 1) -> int:
+    """Bytes that this process has or could still get, on the device or, for a CPU, on the host.
+
+    `processes`: how many will share the host, if none of them has been started yet.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
         return min(free + torch.cuda.memory_reserved(device), allowed)
     place = find_place(os.environ)
-    return host.available() // (place.local_size if place else 1)
+    return host.available() // (place.local_size if place else processes)
 
 
-def warning(built: BuiltPhase, state: TrainState) -> str | None:
-    """One line if a phase is predicted to need more than there is, with what is predicted to fit."""
-    need, device, shape = predicted(built, state), built.site.world.device, built.shape
-    have = capacity(device)
+def warning(built: BuiltPhase, model: nn.Module | None = None) -> str | None:
+    """One line if a phase is predicted to need more than there is, with what is predicted to fit.
+
+    `model`: as it is trained; None: for a plan, a copy of the one that would be.
+    """
+    device, shape = built.site.world.device, built.shape
+    have, total = capacity(device, built.launch.division.processes), shape.micro_batch * _accumulation(built)
+    sizes = divisors(total, least=least_micro_batch(built.options.augmentation))
+    smaller = [size for size in sizes if size < shape.micro_batch]
+    if not isinstance(built.placement, WholeModel):
+        return _warning_of_stages(built, have=have, smaller=smaller)
+    need = predicted(built, built.placement.copied() if model is None else model)
     if need is None or need.of(shape.micro_batch) <= have:
         return None
-    total = shape.micro_batch * built.options.training.gradient_accumulation
-    smaller = divisors(total, least=least_micro_batch(built.options.augmentation))
-    fitting = [size for size in smaller if size < shape.micro_batch and need.of(size) <= have]
+    fitting = [size for size in smaller if need.of(size) <= have]
     helps = "expected a smaller model or smaller images"
     if fitting:
-        asked = _options(fitting[-1], total, which="" if built.phase.number == 1 else "fine-tune-")
+        asked = _options(fitting[-1], total, which=_which(built))
         helps = f"{asked} is predicted to need {need.of(fitting[-1]) / GIB:.2f} GiB"
     return (
         f"warning: predicted to need {need.of(shape.micro_batch) / GIB:.2f} GiB, but {device} has {have / GIB:.2f} GiB;"
         f" {helps}"
+    )
+
+
+def _accumulation(built: BuiltPhase) -> int:
+    """As asked for: not that of the replicas that run."""
+    return built.options.training.gradient_accumulation
+
+
+def _which(built: BuiltPhase) -> str:
+    return "" if built.phase.number == 1 else "fine-tune-"
+
+
+def _warning_of_stages(built: BuiltPhase, *, have: int, smaller: Sequence[int]) -> str | None:
+    """Each stage has its own device; on a host, all share the memory. First another schedule is tried."""
+    from falconet.train.pipeline_step import StagedModel
+
+    placement, device, shape = built.placement, built.site.world.device, built.shape
+    assert isinstance(placement, StagedModel)
+
+    def needs(micro_batch: int, kind: "Kind") -> float:
+        """Bytes of the largest stage; on a host, of the average one, because all have the same share."""
+        stages = placement.needs(micro_batch, kind)
+        return max(stages) if device.type == "cuda" else sum(stages) / len(stages)
+
+    kind, total = built.options.parallel.pipeline_schedule, shape.micro_batch * _accumulation(built)
+    if needs(shape.micro_batch, kind) <= have:
+        return None
+    schedules: list[Kind] = [kind]
+    if kind == "grouped" and _accumulation(built) >= built.launch.division.stages:
+        schedules.append("interleaved")
+    tried = [(size, each) for size in (shape.micro_batch, *reversed(smaller)) for each in schedules]
+    fitting = next(((size, each) for size, each in tried if needs(size, each) <= have), None)
+    helps = "expected more --pipeline-splits, fewer images per update or smaller ones"
+    if fitting:
+        size, each = fitting
+        asked = [f"--pipeline-schedule {each}"] if each != kind else []
+        asked += [_options(size, total, which=_which(built))] if size != shape.micro_batch else []
+        helps = f"{' '.join(asked)} is predicted to need {needs(*fitting) / GIB:.2f} GiB"
+    what = "a stage" if device.type == "cuda" else "a stage on average"
+    return (
+        f"warning: {what} is predicted to need {needs(shape.micro_batch, kind) / GIB:.2f} GiB, but"
+        f" {device} has {have / GIB:.2f} GiB{'' if device.type == 'cuda' else ' for each'}; {helps}"
     )
 
 
@@ -206,7 +260,9 @@ class Trials:
 
     def _launch(self, micro_batch: int) -> Launch:
         """Of one replica, which starts anew with any weights."""
-        options = with_batch(self.launch.loaded.options, micro_batch=micro_batch, total=self.total)
+        options = self.launch.loaded.options
+        joined = processes.joined(options.parallel, self.launch.division)  # as one, by batch norm over folded replicas
+        options = with_batch(options, micro_batch=joined * micro_batch, total=joined * self.total)
         parallel = replace(options.parallel, replicas=1, batchnorm_span=1, enable_optimizer_rts=False)
         options = replace(options, parallel=parallel, training=replace(options.training, init_path=None))
         return replace(
@@ -317,7 +373,8 @@ def answer(error: ShortageError, launch: Launch) -> DeviceError:
     Call it where nothing of the run is referred to any more, the error's traceback included.
     """
     options, size = launch.loaded.options, launch.loaded.options.data.micro_batch_size
-    if size == "auto" or launch.place is not None:  # the other processes of a run do not wait for a search
+    # The other processes of a run do not wait for a search, and a plan tries nothing.
+    if size == "auto" or launch.place is not None or options.run.plan:
         return error
     site = open_site(launch)
     release(site.world.device)

@@ -49,11 +49,12 @@ class Feeding:
     accumulation: int
     image_size: int  # pixels
     mixes: bool
+    parts: int = 1  # of a micro-batch that are mixed by themselves
 
     @property
     def width(self) -> int:
-        """Numbers in a row: labels; for mixing, the share of each image and a box."""
-        return 2 * self.micro_batch + 4 if self.mixes else self.micro_batch
+        """Numbers in a row: labels; for mixing, the share of each image and a box of each part."""
+        return 2 * self.micro_batch + 4 * self.parts if self.mixes else self.micro_batch
 
     def rows(self, micro_batches: Sequence[Batch], *, stages: World) -> Tensor:  # accumulation x width, float64
         """The rows of an update, on every stage; float64 holds labels, shares and boxes exactly."""
@@ -62,7 +63,9 @@ class Feeding:
                 torch.empty(self.accumulation, self.width, dtype=torch.float64, device=stages.device)
             )
         assert len(micro_batches) == self.accumulation
-        own = [torch.cat([part.double() for part in (each.labels, *(each.mix or ()))]) for each in micro_batches]
+        own = [
+            torch.cat([part.double().ravel() for part in (each.labels, *(each.mix or ()))]) for each in micro_batches
+        ]
         return stages.broadcast(torch.stack(own))
 
     def read(self, row: Tensor) -> tuple[Tensor, Mix | None]:
@@ -70,8 +73,8 @@ class Feeding:
         labels = row[: self.micro_batch].long()
         if not self.mixes:
             return labels, None
-        mixup, box = row[self.micro_batch : -4].float(), row[-4:].long()
-        return labels, Mix(mixup, box)
+        mixup, box = row[self.micro_batch : -4 * self.parts].float(), row[-4 * self.parts :].long()
+        return labels, Mix(mixup, box if self.parts == 1 else box.view(self.parts, 4))
 
 
 class PipelinedStep:
@@ -270,7 +273,7 @@ class StagedModel:
 
     def _balanced(self) -> list[str]:
         """Measured in the first process, for all."""
-        device, shape = self.setup.device, self.setup.shape
+        device, shape = self.setup.device, self._shape
         side = self.setup.images.preprocessing.image_size
         example = torch.rand(min(shape.micro_batch, MEASURED), 3, side, side, device=device)
         with self.setup.regime.computing(device), named_option("pipeline_splits"):
@@ -279,6 +282,10 @@ class StagedModel:
                 self._count,
                 example=example.contiguous(memory_format=torch.channels_last),
             )
+
+    @property
+    def _shape(self) -> BatchShape:
+        return self.setup.shape.as_run
 
     @cached_property
     def _stages(self) -> list[Stage]:
@@ -292,7 +299,7 @@ class StagedModel:
 
     @cached_property
     def _footprints(self) -> list[Footprint]:
-        shape, side = self.setup.shape, self.setup.images.preprocessing.image_size
+        shape, side = self._shape, self.setup.images.preprocessing.image_size
         kind = self.setup.regime.formats(self.setup.device)["activations"]
         images = [torch.empty(shape.micro_batch, 3, side, side, dtype=kind, device="meta")]
         given = [images, *self._boundaries]
@@ -342,23 +349,41 @@ class StagedModel:
         return [name for name, weight in self._whole.named_parameters() if weight.requires_grad]
 
     def lines(self) -> list[str]:
-        options, shape = self.setup.options, self.setup.shape
+        options, shape = self.setup.options, self._shape
         kind = options.parallel.pipeline_schedule
         lines = [
             f"pipeline of {self._count} stages, {kind}: {counted(shape.accumulation, 'micro-batch')} per update;"
             f" each stage recomputes {_RECOMPUTED[self._mode]}",
         ]
-        for number, (stage, footprint) in enumerate(zip(self._stages, self._footprints, strict=True)):
+        for number, (stage, need) in enumerate(
+            zip(self._stages, self.needs(self.setup.shape.micro_batch, kind), strict=True)
+        ):
             flights = in_flight(kind, stage=number, stages=self._count, micro_batches=shape.accumulation)
-            weights = training_bytes(stage.module, options, regime=self.setup.regime, replicas=shape.replicas)
-            recomputed = frozenset() if self._mode == "none" else footprint.every
-            activations = (flights - 1) * footprint.stored(recomputed) + footprint.peak(recomputed)
             lines.append(
                 f"stage {number}: {stage.first} to {stage.last}, {zoo.count_parameters(stage.module):,} parameters,"
                 f" {counted(flights, 'micro-batch')} in flight,"
-                f" {(weights + activations) / GIB:.3f} GiB predicted"
+                f" {need / GIB:.3f} GiB predicted"
             )
         return lines
+
+    def needs(self, micro_batch: int, kind: Kind) -> list[int]:
+        """Predicted bytes of each stage with a micro-batch of another size, for updates of as many images."""
+        options, shape = self.setup.options, self._shape
+        images, micro_batch = shape.micro_batch * shape.accumulation, micro_batch * self.setup.shape.joined
+        needs = []
+        for number, (stage, footprint) in enumerate(zip(self._stages, self._footprints, strict=True)):
+            flights = in_flight(kind, stage=number, stages=self._count, micro_batches=images // micro_batch)
+            weights = training_bytes(stage.module, options, regime=self.setup.regime, replicas=shape.replicas)
+            recomputed = frozenset() if self._mode == "none" else footprint.every
+            activations = (flights - 1) * footprint.stored(recomputed) + footprint.peak(recomputed)
+            needs.append(weights + activations * micro_batch // shape.micro_batch)
+        needs[0] += self._copies * images * 3 * self.setup.images.training.image_size**2
+        return needs
+
+    @property
+    def _copies(self) -> int:
+        """Of an update's images on the first stage: as loaded, joined for the schedule, and the next update's."""
+        return 3 if self.setup.device.type == "cuda" else 2
 
     def stages(self) -> Stages:
         own = self._stages[self.setup.grid.stages.rank].module.state_dict()
@@ -382,9 +407,7 @@ class StagedModel:
 
     def evaluator(self) -> Measure:
         setup, place = self.setup, self._place
-        shape = BatchShape(
-            micro_batch=setup.shape.micro_batch, replicas=setup.shape.replicas, replica=setup.shape.replica
-        )
+        shape = replace(self._shape, accumulation=1)
         bad = BadImages(None, note=setup.note)
         loader = setup.input.evaluation_loader(setup.images, shape=shape, bad=bad)
 
@@ -430,16 +453,17 @@ class StagedModel:
 
     @property
     def _logits(self) -> list[Tensor]:
-        return [torch.empty(self.setup.shape.micro_batch, self.setup.images.classes, device="meta")]
+        return [torch.empty(self._shape.micro_batch, self.setup.images.classes, device="meta")]
 
     @cached_property
     def _forward(self) -> Forward:
         setup = self.setup
         feeding = Feeding(
-            micro_batch=setup.shape.micro_batch,
-            accumulation=setup.shape.accumulation,
+            micro_batch=self._shape.micro_batch,
+            accumulation=self._shape.accumulation,
             image_size=setup.images.preprocessing.image_size,
             mixes=mixing.mixes_or_cuts(setup.options.augmentation) and setup.images.kind != "synthetic",
+            parts=setup.shape.joined,
         )
         return Forward(feeding=feeding, normalise=setup.normalise, regime=setup.regime, device=setup.device)
 

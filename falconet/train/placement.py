@@ -1,5 +1,6 @@
 """How a model lies on devices: here whole in each process; in `pipeline_step`, a stage in each."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -212,6 +213,7 @@ class WholeModel:
         return choose_recomputation(
             self._model[0],
             setup.options,
+            micro_batch=setup.shape.as_run.micro_batch,
             image_size=setup.images.training.image_size,
             activations=setup.regime.formats(setup.device)["activations"],
         )
@@ -246,6 +248,10 @@ class WholeModel:
         if recomputation and recomputation.stored:
             recompute(model, recomputation.stored)
         return model
+
+    def copied(self) -> nn.Module:
+        """A copy of the model on its device, to look at; a plan builds nothing."""
+        return self.setup.regime.prepare(copy.deepcopy(self._model[0]), self.setup.device)
 
     def stages(self) -> Stages:
         return OneStage()
@@ -294,7 +300,7 @@ class Recomputation:
 
 
 def choose_recomputation(
-    model: nn.Module, options: commands.TrainOptions, *, image_size: int, activations: torch.dtype
+    model: nn.Module, options: commands.TrainOptions, *, micro_batch: int, image_size: int, activations: torch.dtype
 ) -> Recomputation | None:
     """What the options ask for; None: they do not ask. The model is only looked at."""
     numerics = options.numerics
@@ -306,7 +312,7 @@ def choose_recomputation(
             kept = matching(model, numerics.recompute_checkpoints)
         words = f"recomputes everything but the outputs of {counted(len(kept), 'layer')}: {_some(kept)}"
         return Recomputation(tuple(numerics.recompute_checkpoints), words)
-    shape = (options.data.micro_batch, 3, image_size, image_size)
+    shape = (micro_batch, 3, image_size, image_size)
     budget = None if numerics.memory_budget is None else int(numerics.memory_budget * GIB)
     with named_option("recompute_mode" if budget is None else "memory_budget"):
         choice = automatic(model, example=torch.empty(shape, dtype=activations, device="meta"), budget_bytes=budget)

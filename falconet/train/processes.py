@@ -2,11 +2,13 @@
 
 import contextlib
 import hashlib
+import math
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,13 +23,23 @@ from falconet.config.settings import CHECKPOINT, WEIGHTS, Setting, is_asked_for
 from falconet.data.dataset import Dataset
 from falconet.errors import CheckpointError, ConfigError, DeviceError, WorldError, named_option
 from falconet.parallel import environment, world
-from falconet.parallel.division import PROCESSES_PER_CORE, Asked, Division, over_devices, over_processes
+from falconet.parallel.division import (
+    Asked,
+    Division,
+    over_cores,
+    over_devices,
+    over_hosts,
+    over_processes,
+)
 from falconet.parallel.environment import Place
 from falconet.parallel.world import World, device_kind
 from falconet.report.console import Screen, are, counted
 from falconet.report.styles import FALCONET, Conventions
 from falconet.train import defaults, run_folder
 from falconet.train.plan import Phase
+
+if TYPE_CHECKING:
+    from falconet.parallel.launch import Hosts  # torch.distributed takes a second to import
 
 STARTED = ("pretrained", "init-path")  # used once, by the first start of a run
 MOST_DIGITS = 15  # of a number in a checkpoint's config
@@ -47,6 +59,7 @@ class Launch:
     initial: InitialWeights | None = None  # pretrained weights of a new run
     images: Dataset | None = None  # the data, if it was opened to settle the options
     conventions: Conventions = FALCONET
+    hosts: "Hosts | None" = None  # of which each has one process, this one here; it starts the workers
     notes: tuple[str, ...] = ()  # on weights, and on the restored run's options that this one does not take over
 
     def stored(self) -> dict[str, dict[str, Any]]:
@@ -64,14 +77,20 @@ class Launch:
 
 
 def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:
-    """Decide everything about processes; nothing is started."""
+    """Decide everything about processes; nothing is started. One process on each of several hosts meets the others."""
     place = environment.find_place(os.environ)
     _check_stages(rules.stages_of(loaded.options.parallel))
     loaded, initial, images = defaults.with_photos(loaded) if restored is None else (loaded, None, None)
     loaded, images = defaults.settled(loaded, images)
     loaded = _settled(loaded, restored, place)
-    division = _undivided_state(loaded.options.parallel, _whole(loaded.options, _divided(loaded, place)))
-    _check_span(loaded.options.parallel, division)
+    asked, hosts = _asked(loaded), None
+    if place is not None and environment.is_one_per_host(os.environ, place) and not _is_started(asked, place):
+        division, hosts = _divided_over_hosts(loaded, asked, place)
+        place = None
+    else:
+        division = _divided(loaded, asked, place)
+    division = _undivided_state(loaded.options.parallel, _whole(loaded.options, division))
+    division = _spanned(loaded.options, division)
     _check_interleaving(loaded.options, division)
     restarted = environment.attempt(os.environ) > 0
     if restarted:
@@ -91,6 +110,7 @@ def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventi
         place=place,
         again=again,
         initial=initial,
+        hosts=hosts,
         images=images,
         notes=notes,
         conventions=conventions,
@@ -109,6 +129,8 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
 
     options = launch.loaded.options
     argv = [command, *typed(line)]
+    if launch.hosts is not None:
+        return _start_on_host(argv, launch, launch.hosts)
     home = run_folder.claim(options, launch.conventions)
     if options.run.run_dir == "auto":
         argv += ["--no-temporary", "--run-dir", str(home)]  # chosen here, so that another attempt finds it
@@ -134,6 +156,43 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
     return code
 
 
+def _start_on_host(argv: Sequence[str], launch: Launch, hosts: "Hosts") -> int:
+    """Start this host's share of the workers, of which the first of all chooses the run folder."""
+    from falconet.parallel.launch import Workers
+    from falconet.parallel.launch import launch as run_workers
+
+    own, say = launch.division.processes // hosts.size, Screen(words=launch.conventions.words).line
+    if hosts.rank > 0:
+        say(_as_worker(hosts.rank, hosts.size, own))
+    for note in launch.division.notes if hosts.rank == 0 else ():
+        say(f"note: {note}")
+    workers = Workers(
+        argv=argv,
+        program=launch.conventions.program,
+        processes=own,
+        restarts=0,
+        hosts=hosts,
+        stages=launch.division.stages,
+    )
+    try:
+        return run_workers(workers, progress=lambda: None, say=say)
+    except WorldError as error:
+        raise WorldError(f"{error}; to continue, start the same line with --resume on every worker") from None
+
+
+def introduction(launch: Launch) -> str | None:
+    """What a worker of TF_CONFIG that was started by hand prints, because the first one prints the rest."""
+    place = launch.place
+    if place is None or place.launcher != environment.TF_CONFIG or place.rank == 0:
+        return None
+    return _as_worker(place.rank, place.size, 1)
+
+
+def _as_worker(rank: int, size: int, own: int) -> str:
+    where = f"worker {rank} of {size} on {socket.gethostname()}"
+    return f"{where}: {counted(own, 'process')} here; worker 0 prints what is trained, and saves"
+
+
 def check_alike(world: World, loaded: Options, restored: Restored) -> None:
     """Every process must run the same program with the same options from the same checkpoint."""
     world.agree("the version of falconet and torch", f"{falconet.__version__} and {torch.__version__}")
@@ -145,7 +204,7 @@ def _settled(loaded: Options, restored: Restored, place: Place | None) -> Option
     """The recipe's replicas and accumulation as numbers, so that a checkpoint states what it was trained with."""
     options = loaded.options
     asked, stages = environment.asked_of_launcher(os.environ), _stages(options)
-    automatic = asked[0] if asked else max(1, place.size // stages) if place else 1
+    automatic = asked[0] if asked else _as_many_as_started(place, stages) if place else 1
     replicas = value_or(options.parallel.replicas, automatic)
     accumulation = options.training.gradient_accumulation
     if restored and is_asked_for(loaded.sources.get("replicas")) and not _asks_for_another_batch(loaded):
@@ -160,6 +219,12 @@ def _settled(loaded: Options, restored: Restored, place: Place | None) -> Option
         training=replace(options.training, gradient_accumulation=accumulation),
     )
     return replace(loaded, options=options)
+
+
+def _as_many_as_started(place: Place, stages: int) -> int:
+    """Replicas where none were asked for."""
+    whole = environment.is_one_per_host(os.environ, place) or environment.stages_running(os.environ) == 1
+    return place.size if whole else max(1, place.size // stages)
 
 
 def _asks_for_another_batch(loaded: Options) -> bool:
@@ -185,31 +250,77 @@ def stored_number(manifest: Manifest, option: str) -> int:
     return int(text)
 
 
-def _divided(loaded: Options, place: Place | None) -> Division:
-    parallel, machine = loaded.options.parallel, loaded.options.machine
+def _asked(loaded: Options) -> Asked:
+    parallel = loaded.options.parallel
     assert parallel.replicas != "auto"
-    asked = Asked(
+    return Asked(
         replicas=parallel.replicas,
         accumulation=loaded.options.training.gradient_accumulation,
         stages=_stages(loaded.options),
         strict=parallel.strict_devices,
         free=loaded.sources.get("replicas") == CHECKPOINT,
     )
+
+
+def _is_started(asked: Asked, place: Place) -> bool:
+    """Whether the hosts' own processes are all that the plan needs; the stages of a replica stay on one host."""
+    return asked.processes == place.size and asked.stages == 1
+
+
+def _divided_over_hosts(loaded: Options, asked: Asked, place: Place) -> tuple[Division, "Hosts | None"]:
+    """The division over hosts with one process each, and those hosts, which a plan does not wait for."""
+    from falconet.parallel import launch  # torch.distributed takes a second to import
+
+    options = loaded.options
+    devices, what = devices_of(options.machine)
+    timeout = options.parallel.collective_timeout
+    hosts = None if options.run.plan else launch.meet(place, devices=devices, timeout=timeout)
+    fewest = hosts.fewest if hosts else devices
+    if fewest < devices:
+        what = f"devices for {counted(fewest, 'process')} on the host with the fewest"
+    try:
+        return over_hosts(asked, hosts=place.size, devices=fewest, what=what), hosts
+    except DeviceError as error:
+        raise DeviceError(f"--strict-devices: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--replicas: {error}") from None
+
+
+def _divided(loaded: Options, asked: Asked, place: Place | None) -> Division:
+    machine = loaded.options.machine
     if place is not None:
+        running = environment.stages_running(os.environ)
         try:
-            return over_processes(asked, size=place.size, launcher=place.launcher)
+            division = over_processes(asked, size=place.size, launcher=place.launcher, running=running)
+            division = _over_workers(division, place)
+            # The process that started this one on its host has printed why.
+            return replace(division, notes=()) if running and environment.OWN in os.environ else division
         except DeviceError as error:
             raise DeviceError(f"--strict-devices: {error}") from None
         except ConfigError as error:
             raise ConfigError(f"--replicas: {error}") from None
-    if device_kind(machine.device) == "cuda":
-        count = torch.cuda.device_count()
-        devices, what = max(1, count), f"{are(count, 'CUDA device')} available"
-    else:
-        cores = world.cores()
-        devices, what = PROCESSES_PER_CORE * cores, f"{are(cores, 'core')} available, for 2 processes each"
+    devices, what = devices_of(machine)
     with named_option("strict_devices"):
         return over_devices(asked, devices=devices, what=what)
+
+
+def _over_workers(division: Division, place: Place) -> Division:
+    """The division, with a note if it lays each replica's pipeline across the workers of TF_CONFIG."""
+    if place.launcher != environment.TF_CONFIG or division.stages == 1:
+        return division
+    where = "" if place.local_size > 1 else " of different hosts"
+    note = (
+        f"the {division.stages} stages of a replica run in {division.stages} workers of TF_CONFIG{where}, one in each"
+    )
+    return replace(division, notes=(*division.notes, note))
+
+
+def devices_of(machine: options.Machine) -> tuple[int, str]:
+    """How many processes the devices of this host are enough for, and that in words."""
+    if device_kind(machine.device) == "cuda":
+        count = torch.cuda.device_count()
+        return max(1, count), f"{are(count, 'CUDA device')} available"
+    return over_cores(world.cores())
 
 
 def _check_stages(stages: int) -> None:
@@ -222,13 +333,37 @@ def _check_stages(stages: int) -> None:
         )
 
 
-def _check_span(parallel: options.Parallel, division: Division) -> None:
-    if division.replicas % parallel.batchnorm_span:
-        folded = f" (of {parallel.replicas} requested)" if division.replicas != parallel.replicas else ""
+def folded(parallel: options.Parallel, division: Division) -> int:
+    """Replicas that each running one stands for; 1 if the checkpoint's micro-batches were divided anew."""
+    assert parallel.replicas != "auto"
+    times, rest = divmod(parallel.replicas, division.replicas)
+    return 1 if rest else max(1, times)
+
+
+def joined(parallel: options.Parallel, division: Division) -> int:
+    """Micro-batches of folded replicas that batch norm's span holds, and that therefore run as one."""
+    return math.gcd(folded(parallel, division), parallel.batchnorm_span)
+
+
+def _spanned(options: commands.TrainOptions, division: Division) -> Division:
+    """The division, with a note if batch norm spans folded replicas; a span must be of whole processes, or in one."""
+    parallel = options.parallel
+    span, together, times = parallel.batchnorm_span, joined(parallel, division), folded(parallel, division)
+    if division.replicas % (span // together) or together not in (span, times):
+        of = f" (of {parallel.replicas} requested)" if division.replicas != parallel.replicas else ""
         raise ConfigError(
-            f"--batchnorm-span: got {parallel.batchnorm_span}, expected a divisor of the number of replicas that run,"
-            f" {division.replicas}{folded}"
+            f"--batchnorm-span: got {span}, expected a divisor of the number of replicas that run,"
+            f" {division.replicas}{of}"
         )
+    if together == 1:
+        return division
+    size = options.data.micro_batch_size
+    images = f"{together} x {size}" if size == "auto" else f"{together * size}"
+    note = (
+        f"--batchnorm-span {span}: the micro-batches of {together} folded replicas run as one of {images} images, with"
+        f" {together} times the activations"
+    )
+    return replace(division, notes=(*division.notes, note))
 
 
 def _stages(options: commands.TrainOptions) -> int:

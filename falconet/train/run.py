@@ -24,9 +24,9 @@ from falconet.errors import CheckpointError, ConfigError, Interrupted, ShortageE
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
 from falconet.parallel.data_parallel import digest
-from falconet.report.console import are, counted
+from falconet.report.console import Screen, are, counted
+from falconet.report.epochs import in_short
 from falconet.report.mlperf import MlperfLog
-from falconet.report.styles import FALCONET
 from falconet.report.throughput import Stopwatch
 from falconet.train import (
     build,
@@ -84,7 +84,10 @@ def carry_out(launch: Launch) -> int:
 
 
 def _carried_out(launch: Launch) -> int:
-    began, site = time.time(), build.open_site(launch)
+    began = time.time()
+    if introduced := processes.introduction(launch):
+        Screen(words=launch.conventions.words).line(introduced)
+    site = build.open_site(launch)
     world, screen = site.world, site.screen
     with (
         world,
@@ -105,12 +108,14 @@ def _carried_out(launch: Launch) -> int:
         plan = [line for each in built for line in plan_text.describe(each)]
         found_rate = [finding.line()] if finding else []
         notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
-        is_whole = options.run.plan or launch.conventions is not FALCONET  # the originals' users always see all of it
+        is_whole = options.run.plan or not launch.conventions.is_ours  # the originals' users always see all of it
         shown = plan if is_whole else [line for each in built for line in plan_text.brief(each)]
         for line in [*shown, *found_rate, *(f"note: {note}" for note in notes)]:
             screen.line(line)
         plan += found_rate
         if options.run.plan:
+            for warning in filter(None, map(memory.warning, built)):
+                screen.line(warning)
             screen.line("")
             screen.line(launch.loaded.to_yaml().rstrip())
             return 0
@@ -272,10 +277,17 @@ def _nothing_left(built: BuiltPhase, progress: Progress) -> str | None:
         )
     if progress.update < built.plan.updates:
         return None
-    is_whole = built.options.training.has_whole_epochs
-    done, each = (built.plan.last_epoch, "epoch") if is_whole else (built.plan.updates, "update")
-    length = f"{'all ' if done > 1 else ''}{are(done, each)} done"
+    if built.options.training.updates is not None:
+        length = _all(built.plan.updates, "update")
+    elif built.options.training.has_whole_epochs:
+        length = _all(built.plan.last_epoch, "epoch")
+    else:
+        length = f"all {in_short(built.plan.epoch_at(built.plan.updates))} epochs are done"
     return f"{length}; a larger {built.phase.length} continues the run"
+
+
+def _all(count: int, what: str) -> str:
+    return f"{'all ' if count > 1 else ''}{are(count, what)} done"
 
 
 def _mark(launch: Launch) -> str:
@@ -288,7 +300,7 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, ba
     """The run folder, locked until `held` is closed. `bad`: photos that cannot be used."""
     options = launch.loaded.options
     folder = run_folder.open_folder(
-        options, restored=launch.restored, again=launch.again, conventions=launch.conventions
+        launch.loaded, restored=launch.restored, again=launch.again, conventions=launch.conventions
     )
     saved = run_folder.checkpoints(folder, options)
     restarted = environment.attempt(os.environ) > 0
@@ -296,9 +308,13 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, ba
     if not saved.samefile(folder):  # another run may have been told to save in this one's checkpoints/
         option = "--checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "--run-dir"
         held.enter_context(run_folder.alone(saved, option=option, again=restarted))
-    run_folder.check_saved(saved, options, restored=launch.restored)  # the run that held the lock may have just ended
+    run_folder.check_saved(
+        saved, launch.loaded, restored=launch.restored
+    )  # the run that held the lock may have just ended
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
+    if options.run.resume and not launch.restored:
+        run_folder.check_resumed(folder, saved)
     if launch.restored or launch.again or options.run.resume:
         again = launch.again or options.run.resume
         run_folder.continue_log(folder, launch.restored, conventions=launch.conventions, again=again)
@@ -333,7 +349,7 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
 def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best: Best | None = None) -> Handover | None:
     """Make the updates of a phase and what follows them; returns what it leaves to a next one."""
     world, screen, folder = built.site.world, built.site.screen, session.folder
-    if warning := memory.warning(built, state):
+    if warning := memory.warning(built, state.model):
         screen.line(warning)
     loader = built.placement.loader()
     stopwatch = Stopwatch(moments=moments_of(world.device), seconds=state.progress.seconds)
@@ -520,7 +536,7 @@ def _update(
         watch.log.begin_epoch(epoch)
         return screen.counts(
             saving.output.stopwatch.waits(loader.updates(epoch, skip=skip)),
-            epoch=f"epoch {epoch + 1}/{plan.last_epoch}",
+            epoch=f"epoch {epoch + 1}/{in_short(plan.epoch_at(plan.updates))}",
             total=min(plan.updates_per_epoch, plan.updates - plan.update_at(epoch, 0)),
             done=skip,
         )

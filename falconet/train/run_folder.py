@@ -19,7 +19,7 @@ from falconet.checkpoint.format import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import commands
 from falconet.config.load import Loaded, left_out
-from falconet.config.settings import CHECKPOINT, read_yaml
+from falconet.config.settings import CHECKPOINT, is_asked_for, read_yaml
 from falconet.errors import (
     NO_ROOM,
     SHORTAGES,
@@ -166,13 +166,14 @@ def claim(options: commands.TrainOptions, conventions: Conventions = FALCONET) -
 
 
 def open_folder(
-    options: commands.TrainOptions,
+    loaded: Loaded[commands.TrainOptions],
     *,
     restored: Checkpoint | None,
     again: bool = False,
     conventions: Conventions = FALCONET,
 ) -> Path:
     """The folder of this run, created and writable; a restored run, or another attempt, continues in its own."""
+    options = loaded.options
     folder = claim(options, conventions)
     known = again or options.run.run_dir == "auto" or (restored and _belongs(restored, folder))
     saved = checkpoints(folder, options)
@@ -185,18 +186,19 @@ def open_folder(
     elsewhere = options.checkpoints.checkpoint_output_path is not None
     writing.refuse_links(folder, (name for name in WRITTEN if not (elsewhere and name == CHECKPOINTS)))
     _require_writable(saved, "--checkpoint-output-path")
-    check_saved(saved, options, restored=restored)
+    check_saved(saved, loaded, restored=restored)
     return folder
 
 
-def check_saved(saved: Path, options: commands.TrainOptions, *, restored: Checkpoint | None) -> None:
+def check_saved(saved: Path, loaded: Loaded[commands.TrainOptions], *, restored: Checkpoint | None) -> None:
     """Refuse a folder whose checkpoints this run would mix with its own."""
     newer = whole_after(saved, restored.manifest.progress) if restored else None
     if restored and newer:  # pruning would remove this run's checkpoints first, and restoring find them last
-        option = "checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "run-dir"
+        option = "checkpoint-output-path" if is_asked_for(loaded.sources.get("checkpoint-output-path")) else "run-dir"
+        new = f", or no --{option}: a run that continues from an older one gets a new folder" if home(restored) else ""
         raise ConfigError(
             f"--{option}: {saved} holds checkpoints newer than {restored.folder.name}, such as {newer.name};"
-            f" expected another folder, or no --{option}: a run that continues from an older one gets a new folder"
+            f" expected another folder{new}"
         )
     if not restored and checkpoints_in(saved):
         raise ConfigError(
@@ -248,6 +250,15 @@ def kept(options: commands.TrainOptions) -> int | None:
     if last in ("all", -1) or options.averaging.weight_avg_also or options.averaging.weight_avg_epochs is not None:
         return None
     return max(KEPT, int(last))
+
+
+def check_resumed(folder: Path, saved: Path) -> None:
+    """Refuse to start anew, with --resume, a run that has saved its checkpoints elsewhere."""
+    stated = (_config(folder) or {}).get("checkpoint-output-path")
+    if stated and Path(stated).absolute() != saved.absolute() and checkpoints_in(Path(stated)):
+        raise ConfigError(
+            f"--resume: the checkpoints of {folder} are in {stated}; expected --checkpoint-output-path {stated}"
+        )
 
 
 def continue_log(
@@ -472,6 +483,14 @@ def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loade
         checkpoints=replace(options.checkpoints, checkpoint_output_path=saved, checkpoints_kept=kept),
     )
     return replace(loaded, options=options, sources=sources)
+
+
+def beside(restored: Checkpoint, conventions: Conventions) -> Conventions:
+    """The conventions of a restored run: a new run folder goes beside that of the checkpoint."""
+    lies, fresh = home(restored), conventions.run_folder
+    if lies is None:
+        return conventions
+    return replace(conventions, run_folder=lambda shape: fresh(replace(shape, parent=lies.parent)))
 
 
 def home(restored: Checkpoint) -> Path | None:

@@ -20,6 +20,7 @@ from falconet.config.options import further_average
 from falconet.errors import NO_ROOM, CheckpointError, DiskError, DivergedError, UnsavedError
 from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
+from falconet.report.styles import Origin
 from falconet.train.evaluate import Validation, never
 from falconet.train.log import Output
 from falconet.train.metrics import NotFiniteError
@@ -219,11 +220,12 @@ class Saving:
 
     def _content(self, update: int) -> dict[str, Any]:
         epoch, updates = self.plan.place(update)
-        progress = {"epoch": epoch, "images": updates * self.plan.global_batch, "update": update}
+        batch = self.plan.global_batch
+        progress = {"epoch": epoch, "images": updates * batch, "update": update, "phase": self.plan.phase}
         return {
             "model": self.identity.model,
             "classes": self.identity.classes,
-            "progress": progress | {"phase": self.plan.phase},
+            "progress": progress | {"epoch_images": self.plan.updates_per_epoch * batch},
             "meter": self.state.progress.to_json(),
             "versions": {"falconet": falconet.__version__, "torch": torch.__version__},
             "run": self.identity.run,
@@ -303,7 +305,8 @@ def _average(saving: Saving, validation: Validation, how: Averaging, *, suffix: 
         state = saving.state  # which is saved by now, and can take other weights
         weights = format.read_tensors(to, "model", verified=format.verify(to))
         load_weights(state.model, state.stages.own(weights), where=str(to))
-        validation.average(to.name, suffix=suffix)
+        origin = Origin(model=saving.identity.model, data=saving.identity.data, loss=None, accuracy=None)
+        validation.average(to.name, suffix=suffix, origin=origin)
     return to
 
 

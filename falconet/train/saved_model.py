@@ -23,12 +23,12 @@ from falconet.errors import CheckpointError, ConfigError, DataError
 from falconet.models import pretrained
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
-from falconet.parallel.world import World, open_machine
+from falconet.parallel.world import ALONE, World, open_machine
 from falconet.report import styles
 from falconet.report.console import Say
 from falconet.report.styles import Validated
 from falconet.train import defaults, evaluate
-from falconet.train.evaluate import Accuracy, Evaluation, Observe, Validation, never, overlook
+from falconet.train.evaluate import Accuracy, Evaluation, FailedTogetherError, Observe, Validation, never, overlook
 from falconet.train.save import Saving
 
 STEMS = (("model", ""), ("ema", " (moving average)"))  # which models of a checkpoint are measured, and their labels
@@ -48,6 +48,7 @@ class Opened:
     images: Dataset
     class_names: tuple[str, ...]
     update: int = 0  # updates that made its weights
+    epochs: float = 0.0  # as many, `epoch` as a number
     metrics: Mapping[str, float] = field(default_factory=dict)  # of its training, at the update it was saved at
     is_better: bool = True  # of a checkpoint's weights and their moving average, by their validation
     other_data: Path | None = None  # the data folder, if it is not the one that its run was trained on
@@ -59,6 +60,13 @@ def global_batch(options: TrainOptions) -> int:
     return options.data.micro_batch * micro_batches
 
 
+def _here(gone: Path) -> str:
+    """A suggestion, if the end of a path leads somewhere from the current folder: a project may have been moved."""
+    ends = (Path(*gone.parts[start:]) for start in range(1, len(gone.parts)))
+    found = next((end for end in ends if end.exists()), None)
+    return f"; did you mean '--data-dir {found}'?" if found else ""
+
+
 def refuse_download(loaded: Loaded[Any]) -> None:
     """Never download data that only a checkpoint names; its photos must be where the run had them."""
     if any(is_asked_for(loaded.sources.get(name)) for name in ("data", "data-dir")):
@@ -68,7 +76,7 @@ def refuse_download(loaded: Loaded[Any]) -> None:
         here = "" if data.data_dir.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
             f"{data.data_dir}: no such folder{here}; the run was trained on it; expected --data-dir, where its photos"
-            " are"
+            f" are{_here(data.data_dir)}"
         )
     try:
         require_local(data)
@@ -89,10 +97,19 @@ def open_checkpoint(folder: Path, line: Sequence[Setting]) -> Iterator[Opened]:
             continue
         model = _built(options, classes=manifest.classes)
         load_weights(model, format.model_weights(folder, manifest, stem), where=str(folder), name=options.model.model)
-        epoch, update = epoch_of(manifest), manifest.progress.update
-        name, metrics = folder.name + suffix, manifest.metrics
-        is_better = stem == manifest.better_stem
-        yield Opened(name, epoch, model, options, images, manifest.class_names, update, metrics, is_better, other)
+        yield Opened(
+            name=folder.name + suffix,
+            epoch=epoch_of(manifest),
+            model=model,
+            options=options,
+            images=images,
+            class_names=manifest.class_names,
+            update=manifest.progress.update,
+            epochs=manifest.progress.epochs,
+            metrics=manifest.metrics,
+            is_better=stem == manifest.better_stem,
+            other_data=other,
+        )
 
 
 def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tuple[ValidateOptions, Dataset]:
@@ -242,10 +259,11 @@ def warn_of_misfit(opened: Opened, note: Say) -> None:
         note(warning)
 
 
-def measure(opened: Opened, note: Say, observe: Observe = overlook) -> Evaluation:
-    """The accuracy of an opened model on its validation images."""
+def measure(opened: Opened, note: Say, observe: Observe = overlook, *, among: World = ALONE) -> Evaluation:
+    """The accuracy of an opened model on its validation images, which the processes of `among` share."""
     options, images = opened.options, opened.images
-    world = open_machine(options.machine)
+    world = replace(among, device=open_machine(options.machine).device)
+    world.agree("the model", opened.name)
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: has no validation images; expected data that has some")
     images.check_classes(opened.class_names, where=opened.name)
@@ -258,9 +276,12 @@ def measure(opened: Opened, note: Say, observe: Observe = overlook) -> Evaluatio
         observe=observe,
         tta=options.views.tta,
     )
-    found = evaluator(opened.model, never)
+    try:
+        found = evaluator(opened.model, never)
+    except FailedTogetherError as failed:
+        raise failed.error from failed.error.__cause__
     warning = found.warning(f"{opened.name}: the validation")
-    if warning:
+    if warning and world.is_first:
         note(warning)
     if found.left_out:
         note(evaluate.left_out_line(found.left_out))

@@ -2,13 +2,16 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from falconet.bench.timing import Series, Trial
-from falconet.parallel.environment import Place
+from falconet.commands import bench_infer
+from falconet.parallel.environment import OURS, Place
+from layouts import encoded, photo
 from tiny import TINY
 
 SMALL = "bench infer --data generated --micro-batch-size 4 --iterations 12 --image-size 16 --threads 1 --device cpu"
@@ -128,6 +131,9 @@ def test_launched_processes_are_not_called_devices():
     assert folding(16, place=started, here=2) == (
         "16 replicas requested, 4 processes of torchrun: 4 run, with a batch each"
     )
+    assert folding(16, place=replace(started, launcher=OURS), here=2) == (
+        "16 replicas requested, 4 processes: 4 run, with a batch each"
+    )
 
 
 MISTAKES = {
@@ -223,3 +229,52 @@ def test_plan_reports_what_would_be_measured(falconet):
         "workspace limit: no effect on cpu",
         "would measure resnet8-cifar in 32.32 on cpu: 12 batches of 4, --data generated",
     ]
+
+
+def test_stages_on_one_device_are_noted_and_checked(falconet):
+    answer = falconet(f"{SMALL} --pipeline-splits layer2/0 layer3/0")
+    assert answer.code == 0, answer.err
+    assert "note: 3 stages requested, a CPU is one device: the whole model predicts on one\n" in answer.out
+    answer = falconet(f"{SMALL} --pipeline-splits layer9/0")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "--pipeline-splits: 'layer9/0' is not a layer; the nearest are " in answer.err
+    answer = falconet(f"{SMALL} --pipeline-splits auto:1")
+    assert "--pipeline-splits: got 'auto:1', expected layers, such as layer2/0 layer3/0, or auto:N" in answer.err
+
+
+@pytest.mark.parametrize("splits", ["layer2/0/conv2 layer3/0", "auto:3"])
+@pytest.mark.parametrize("of", ["random weights", "a checkpoint"])
+def test_stages_on_several_devices_predict_what_the_model_does(falconet, monkeypatch, splits, of):
+    """The devices are all this CPU, whose stages are the same modules."""
+    line = SMALL
+    if of == "a checkpoint":
+        assert falconet(f"train {TINY} --run-dir r").code == 0
+        line = "bench infer --checkpoint-input-path r --iterations 12 --micro-batch-size 4 --device cpu"
+    seen, inner = [], bench_infer._predictor
+
+    def predictor(subject, world):
+        images = torch.linspace(0, 1, 4 * 3 * 16 * 16).view(4, 3, 16, 16)
+        seen.append((type(subject.model).__name__, subject.model(images)))
+        return inner(subject, world)
+
+    monkeypatch.setattr(bench_infer, "_predictor", predictor)
+    assert falconet(line).code == 0
+    monkeypatch.setattr(bench_infer, "_stages", lambda _: 3)
+    monkeypatch.setattr(bench_infer, "_stage_devices", lambda *_: [torch.device("cpu")] * 3)
+    answer = falconet(f"{line} --pipeline-splits {splits}")
+    assert answer.code == 0, answer.err
+    assert "note:" not in answer.out
+    (whole, expected), (staged, found) = seen
+    assert (whole != staged, staged) == (True, "OverDevices")
+    assert torch.equal(found, expected)
+
+
+def test_photos_of_which_none_validates_are_reported(falconet, tmp_path):
+    photos = tmp_path / "photos"
+    for name in ("cat", "dog"):
+        (photos / name).mkdir(parents=True)
+        (photos / name / "1.jpg").write_bytes(encoded(photo(1, width=40, height=40)))
+    line = "bench infer --model resnet8-cifar --image-size 32 --micro-batch-size 1 --threads 1 --device cpu"
+    answer = falconet(f"{line} --data folder --data-dir {photos}")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "no photo is left for validation; expected more photos, or --val-fraction 1" in answer.err

@@ -12,7 +12,12 @@ import pytest
 
 import gloo
 from falconet.checkpoint import format
+from falconet.config.commands import TrainOptions
+from falconet.config.fields import options_of
+from falconet.config.load import load
+from falconet.config.settings import from_line
 from falconet.parallel import environment, world
+from falconet.train import processes
 from tiny import TINY
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("two_cores")]
@@ -22,16 +27,108 @@ def test_replicas_without_a_device_become_accumulation_with_a_note(falconet):
     answer = falconet(f"train {TINY} --replicas 8 --plan")
     assert answer.code == 0, answer.err
     assert "global batch 64 = micro-batch 8 x accumulation 2 x replicas 4" in answer.out
-    note = "note: 8 replicas requested, 2 cores are available, for 2 processes each: 4 run, with 2 times the"
+    note = "note: 8 replicas requested, 2 cores are available, enough for 4 processes: 4 run, with 2 times the"
     assert note in answer.out
     assert "replicas: 8  # command line" in answer.out
     assert "gradient-accumulation: 1  # default" in answer.out
 
 
+def test_batch_norm_over_folded_replicas_has_a_note_with_its_cost(falconet):
+    answer = falconet(f"train {TINY} --replicas 8 --batchnorm-span 4 --plan")
+    assert answer.code == 0, answer.err
+    assert (
+        "note: --batchnorm-span 4: the micro-batches of 2 folded replicas run as one of 16 images, with 2 times the"
+        " activations\n" in answer.out
+    )
+    assert "--batchnorm-span 2:" not in falconet(f"train {TINY} --replicas 4 --batchnorm-span 2 --plan").out
+
+
+WORKERS = {"cluster": {"worker": ["left:2222", "right:2222"]}, "task": {"type": "worker", "index": 1}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "batch", "note"),
+    [
+        ("--replicas 4", "32 = micro-batch 8 x accumulation 1 x replicas 4", None),
+        ("--replicas 16", "128 = micro-batch 8 x accumulation 2 x replicas 8", "8 replicas requested, 2 cores are"),
+        (
+            "--replicas 8 --pipeline-splits layer2/0",
+            "64 = micro-batch 8 x accumulation 2 x replicas 4",
+            "4 replicas of 2 stages requested, 2 cores are",
+        ),
+        ("--pipeline-splits layer2/0", "16 = micro-batch 8 x accumulation 1 x replicas 2", None),
+    ],
+)
+def test_a_plan_for_the_hosts_of_tf_config_uses_the_devices_of_each(falconet, monkeypatch, asked, batch, note):
+    monkeypatch.setenv("TF_CONFIG", json.dumps(WORKERS))
+    answer = falconet(f"train {TINY} --iterations 16 {asked} --plan")
+    assert answer.code == 0, answer.err
+    assert f"global batch {batch}" in answer.out
+    assert "note: on each of 2 hosts: " + (note or "") in answer.out or note is None
+    assert ("pipeline of 2 stages" in answer.out) == ("splits" in asked)
+
+
+def test_a_plan_for_one_process_per_host_of_mpirun_uses_the_devices_of_each(falconet, monkeypatch):
+    for name, value in {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    monkeypatch.setenv("MASTER_ADDR", "left")
+    answer = falconet(f"train {TINY} --replicas 4 --plan")
+    assert answer.code == 0, answer.err
+    assert "global batch 32 = micro-batch 8 x accumulation 1 x replicas 4" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [("--replicas 3", "3 replicas"), ("--replicas 1 --pipeline-splits layer2/0", "1 replica of 2 stages")],
+)
+def test_replicas_that_the_hosts_of_tf_config_cannot_share_are_refused(falconet, monkeypatch, asked, what):
+    monkeypatch.setenv("TF_CONFIG", json.dumps({**WORKERS, "task": {"type": "worker", "index": 0}}))
+    answer = falconet(f"train {TINY} {asked} --plan")
+    assert (answer.code, answer.err) == (
+        2,
+        f"falconet train: --replicas: {what} requested on 2 hosts; expected a multiple of 2, because a replica stays"
+        " on one host\n",
+    )
+
+
+ONE_HOST = {"cluster": {"worker": ["127.0.0.1:3636", "127.0.0.1:3637"]}, "task": {"type": "worker", "index": 0}}
+
+
+def test_a_worker_on_the_host_of_the_first_one_says_what_it_is(falconet, monkeypatch):
+    cluster = {"worker": [f"127.0.0.1:{gloo.free_port()}", "127.0.0.1:1"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}}))
+    answer = falconet(f"train {TINY} --collective-timeout 1")  # the first worker never comes
+    assert answer.code != 0
+    where = f"worker 1 of 2 on {socket.gethostname()}"
+    assert answer.out == f"{where}: 1 process here; worker 0 prints what is trained, and saves\n"
+
+
+def test_a_pipeline_across_workers_of_one_host_has_a_note(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", json.dumps(ONE_HOST))
+    line = f"{TINY} --replicas 2 --pipeline-splits layer2/0"
+    launch = processes.prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
+    assert launch.division.notes == (
+        "2 replicas of 2 stages requested, 2 processes of TF_CONFIG: 1 runs, with 2 times the accumulation; same global"
+        " batch and learning rate",
+        "the 2 stages of a replica run in 2 workers of TF_CONFIG, one in each",
+    )
+
+
+def test_replicas_folded_by_our_own_launcher_name_no_other(monkeypatch):
+    variables = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", environment.OWN: "7"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    line = f"{TINY} --replicas 8"
+    launch = processes.prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
+    assert launch.division.notes == (
+        "8 replicas requested, 4 processes: 4 run, with 2 times the accumulation; same global batch and learning rate",
+    )
+
+
 MISTAKES = {
     "--replicas 0": "--replicas: got '0', expected a whole number, at least 1, or auto",
     "--replicas 4 --batchnorm-span 3": "--batchnorm-span: got 3, expected a divisor of the number of replicas that run",
-    "--replicas 8 --batchnorm-span 8": "expected a divisor of the number of replicas that run, 4 (of 8 requested)",
+    "--replicas 12 --batchnorm-span 2": "expected a divisor of the number of replicas that run, 4 (of 12 requested)",
     "--replicas 8 --strict-devices": "8 replicas requested, which takes 8 devices; 2 cores are available",
 }
 

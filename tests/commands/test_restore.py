@@ -147,22 +147,33 @@ def test_complete_run_is_reported_and_more_epochs_continue(falconet):
     assert " 3/3 " in answer.out
 
 
-def test_older_checkpoint_continues_in_a_new_folder(falconet):
-    falconet(f"train {TINY} --run-dir r --epoch 3")
-    before = {path: path.stat().st_mtime_ns for path in Path("r").rglob("*")}
-    line = "restore --checkpoint-input-path r/checkpoints/resnet8-cifar_generated_1"
+def test_older_checkpoint_continues_in_a_new_folder_beside_the_old_one(falconet):
+    falconet(f"train {TINY} --run-dir all/r --epoch 3")
+    old = Path("all/r")
+    before = {path: path.stat().st_mtime_ns for path in old.rglob("*")}
+    line = f"restore --checkpoint-input-path {old}/checkpoints/resnet8-cifar_generated_1"
     answer = falconet(line)
     assert answer.code == 0, answer.err
-    (new,) = Path("runs").iterdir()
-    said = f"continuing resnet8-cifar_generated_1 in another run folder, {new}; r stays as it is"
+    (new,) = {*Path("all").iterdir()} - {old}
+    assert [path.name for path in Path().iterdir()] == ["all"]
+    said = f"continuing resnet8-cifar_generated_1 in another run folder, {new}; {old} stays as it is"
     assert answer.out.splitlines().count(said) == 1
-    assert {path: path.stat().st_mtime_ns for path in Path("r").rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in old.rglob("*")} == before
     assert [folder.name[-1] for folder in format.checkpoints_in(new)] == ["2", "3"]
-    assert_bitwise(Path("r"), new)
-    assert updates(new) == updates(Path("r"))  # its log starts with what the old one has up to there
+    assert_bitwise(old, new)
+    assert updates(new) == updates(old)  # its log starts with what the old one has up to there
     again = falconet(f"restore {new} --epoch 4")
     assert again.code == 0, again.err
     assert updates(new) == [4, 8, 12, 16]
+
+
+def test_older_checkpoint_outside_a_run_folder_asks_for_another_run_dir(falconet):
+    falconet(f"train {TINY} --run-dir r --checkpoint-output-path ck")
+    answer = falconet("restore ck/resnet8-cifar_generated_1 --run-dir r")
+    assert answer.code == 2
+    assert "--run-dir: ck holds checkpoints newer than resnet8-cifar_generated_1" in answer.err
+    assert answer.err.endswith("; expected another folder\n")
+    assert falconet("restore ck/resnet8-cifar_generated_1 --run-dir other").code == 0
 
 
 def test_older_checkpoint_does_not_continue_where_newer_ones_are(falconet):
@@ -180,14 +191,15 @@ def test_older_checkpoint_does_not_continue_where_newer_ones_are(falconet):
 
 
 def test_older_checkpoint_continues_in_several_processes(tmp_path, falconet, two_cores):
-    falconet(f"train {TINY} --run-dir r --epoch 2")
-    old = "r/checkpoints/resnet8-cifar_generated_1"
+    falconet(f"train {TINY} --run-dir all/r --epoch 2")
+    old = "all/r/checkpoints/resnet8-cifar_generated_1"
     code, out, err = finish(
         begin(f"restore {old} --replicas 2 --gradient-accumulation 1 --micro-batch-size 4", tmp_path)
     )
     assert code == 0, err
-    (new,) = (tmp_path / "runs").iterdir()
-    assert f"continuing resnet8-cifar_generated_1 in another run folder, runs/{new.name}; r stays as it is" in out
+    (new,) = {*(tmp_path / "all").iterdir()} - {tmp_path / "all/r"}
+    place = f"all/{new.name}; all/r stays as it is"
+    assert f"continuing resnet8-cifar_generated_1 in another run folder, {place}" in out
     assert [folder.name[-1] for folder in format.checkpoints_in(new)] == ["2"]
 
 

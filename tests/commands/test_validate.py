@@ -13,11 +13,14 @@ import pytest
 import safetensors.torch
 import torch
 
+import gloo
+import replica_scenarios
 from falconet.checkpoint import format
 from falconet.cli import main
 from falconet.config.commands import ValidateOptions
 from falconet.data.input import Input
 from falconet.models import zoo
+from falconet.parallel.world import ALONE
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Accuracy, Evaluation
 from tiny import TINY
@@ -251,6 +254,21 @@ def test_a_run_finds_its_photos_from_another_folder_or_asks_for_them(falconet, i
     assert falconet(f"{command} --checkpoint-input-path ../r --data-dir ../moved").code == 0
 
 
+def test_photos_that_moved_with_their_run_are_suggested(falconet, image_folder, monkeypatch):
+    Path("project").mkdir()
+    image_folder.rename("project/photos")
+    monkeypatch.chdir("project")
+    line = "train photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --threads 1 --device cpu"
+    assert falconet(f"{line} --warmup-epoch 0 --pretrained none --run-dir r").code == 0
+    monkeypatch.chdir("..")
+    Path("project").rename("renamed")
+    monkeypatch.chdir("renamed")
+    answer = falconet("validate r")
+    assert answer.code == 2
+    assert "expected --data-dir, where its photos are; did you mean '--data-dir photos'?" in answer.err
+    assert falconet("validate r --data-dir photos").code == 0
+
+
 class Hostile:
     def __reduce__(self):
         return os.mkdir, ("executed",)
@@ -354,20 +372,54 @@ def test_unreadable_photos_give_no_accuracy(falconet, image_folder):
     assert answer.err == "falconet validate: validation: none of the images could be read, so there is no accuracy\n"
 
 
-def test_only_the_first_of_several_processes_validates(falconet, monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29501")
-    Path("empty").mkdir()  # which the first process refuses
-    assert falconet("validate --checkpoint-input-path empty") == (0, "", "")
+SHARED = "--data generated --image-size 8 --classes 3 --iterations 9 --micro-batch-size 25 --epoch 1 --warmup-epoch 0"
+
+
+@pytest.mark.dist
+def test_several_processes_share_the_images_and_write_what_one_does(falconet, tmp_path):
+    falconet(f"train {SHARED} --threads 1 --device cpu --run-dir r --ema-half-life 1")
+    line = f"validate {tmp_path}/r --threads 1 --validation-batch-size 4"
+    one = falconet(f"{line} --output one.csv --predictions one-by-one.csv")
+    line = f"{line} --output {tmp_path}/three.csv --predictions {tmp_path}/three-by-one.csv"
+    (code, out, err), *others = gloo.in_world(3, replica_scenarios.validated, line.removeprefix("validate "))
+    assert (code, err, others) == (0, "", [(0, "", "")] * 2), "the first process alone prints"
+    written = f"written to {tmp_path}/three"
+    assert out.partition(written)[0] == one.out.partition("written to one")[0]
+    for name in (".csv", "-by-one.csv"):
+        assert Path(f"three{name}").read_bytes() == Path(f"one{name}").read_bytes(), name
+    mine, theirs = (json.loads(Path(f"{name}.json").read_text())["models"] for name in ("three", "one"))
+    assert len(mine) == 2
+    for found, expected in zip(mine, theirs, strict=True):
+        assert found.pop("loss") == pytest.approx(expected.pop("loss"), rel=1e-12)  # summed in another order
+        assert found == expected
+
+
+@pytest.mark.dist
+def test_processes_that_see_different_checkpoints_are_refused():
+    found = gloo.in_world(2, replica_scenarios.validated_apart)
+    assert {code for code, _, _ in found} == {2}
+    assert "the checkpoints: is" in "".join(err for _, _, err in found)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_replicas_that_find_no_device_are_left_out_with_a_note(falconet, monkeypatch):
+    from falconet.parallel import launch
+
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda workers, **_: started.append(workers) or 0)
+    Path("r").mkdir()
+    answer = falconet("validate r --replicas 9 --device cpu")
+    assert answer.out == (
+        "note: 9 replicas requested, 2 cores are available, enough for 4 processes: 4 measure, with the same result\n"
+    )
+    assert [(each.processes, each.restarts) for each in started] == [(4, 0)]
 
 
 def test_nan_loss_is_reported(monkeypatch):
     found = Evaluation(images=10, top1=1, top5=5, loss=float("nan"))
     monkeypatch.setattr(saved_model.evaluate, "evaluator", lambda *given, **named: lambda model, stopping: found)
     images = SimpleNamespace(check_classes=lambda *given, **named: None)
-    monkeypatch.setattr(saved_model, "open_machine", lambda machine: None)
+    monkeypatch.setattr(saved_model, "open_machine", lambda machine: ALONE)
     options = ValidateOptions()
     opened = saved_model.Opened("old_7", "7", torch.nn.Identity(), options, images, ())
     said = []

@@ -50,6 +50,8 @@ def test_paths_and_sinks_declare_whether_a_checkpoint_may_supply_them():
     assert undeclared == {("Logging", "logs-per-epoch"), ("Logging", "log-interval")}
     is_local = {key for key, option in ALL.items() if option.is_local}
     named = {(section, name) for section, name in ALL if name in (*ACTS, *INVOCATION)}
+    # What a run has says nothing about the devices of its validation.
+    named |= {("Copies", "replicas"), ("Inference", "pipeline-splits")}
     assert is_local == named | {key for key, option in ALL.items() if option.takes_path and key[1] != "data-dir"}
 
 

@@ -54,6 +54,7 @@ MISTAKES = {
     "--cutmix-lambda-low 0.9 --cutmix-lambda-high 0.8": (
         "--cutmix-lambda-low: got 0.9, expected at most --cutmix-lambda-high, which is 0.8"
     ),
+    "--epoch 0.5": "--epoch: got 0.5, but --warmup-epoch is 1; expected --warmup-epoch 0.05 too",
     "--warmup-epoch 5 --epoch 3": "--warmup-epoch: got 5, expected at most --epoch, which is 3",
     "--efficientnet-group-dim 16": "--efficientnet-group-dim: 'resnet8-cifar' is not an EfficientNet",
     "--squeezenet-bypass": "--squeezenet-bypass: 'resnet8-cifar' is not a SqueezeNet",

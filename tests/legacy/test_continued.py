@@ -116,6 +116,17 @@ def test_checkpoint_has_the_loss_and_the_accuracy_of_its_epoch(falconet):
     )
 
 
+def test_checkpoint_within_an_epoch_has_the_mean_of_the_epoch_so_far(falconet):
+    line = f"train {TINY} --epoch 1 --logs-per-epoch 4 --checkpoint-save-freq 0.5 --checkpoints-kept all --run-dir r"
+    assert falconet(line).code == 0
+    lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    half = next(each for each in format.checkpoints_in(Path("r")) if format.read_manifest(each).progress.update == 2)
+    stored = format.read_manifest(half).content["metrics"]
+    assert stored["train_loss"] == pytest.approx(sum(losses[:2]) / 2)
+    assert stored["train_loss"] != losses[1]
+
+
 def test_edited_table_does_not_stop_a_restore(falconet):
     assert falconet(f"{LINE} --epoch 1 --run-dir a", "pytorch").code == 0
     Path("a/training.csv").write_text("notes\nof mine\n")
@@ -123,3 +134,41 @@ def test_edited_table_does_not_stop_a_restore(falconet):
     answer = falconet("restore a --epoch 2", "pytorch")
     assert answer.code == 0, answer.err
     assert Path("a/training.csv").read_text().startswith("notes\nof mine\n")
+
+
+def test_older_checkpoint_is_not_called_the_latest(falconet):
+    assert falconet(f"{LINE} --run-dir logs/a", "tensorflow").code == 0
+    older, newest = (
+        falconet(f"restore {path} --epoch 4", "tensorflow") for path in ("logs/a/checkpoints/ckpt-8", "logs/a")
+    )
+    assert "\nRestoring training from checkpoint: logs/a/checkpoints/ckpt-8\n" in older.out
+    assert "\nRestoring training from latest checkpoint: logs/a/checkpoints/ckpt-12\n" in newest.out
+
+
+def test_program_that_kept_all_checkpoints_is_not_asked_to(falconet):
+    assert falconet(f"{LINE} --run-dir a", "tensorflow").code == 0
+    answer = falconet("restore a --epoch 4", "tensorflow")
+    assert answer.code == 0, answer.err
+    assert "checkpoints-kept" not in answer.out + answer.err
+    assert len(format.checkpoints_in(Path("a"))) == 4
+
+
+def test_checkpoints_within_an_epoch_have_their_epoch_as_training_wrote_it(falconet):
+    line = f"{LINE} --epoch 2 --checkpoint-save-freq 0.5 --validation-mode none --run-dir a"
+    assert falconet(line, "tensorflow").code == 0
+    answer = falconet("validate a --checkpoint all", "tensorflow")
+    assert answer.code == 0, answer.err
+    trained = {row["iteration"]: row["epoch"] for row in rows("a/training.csv")}
+    found = {row["iteration"]: row["epoch"] for row in rows("a/validation.csv")}
+    assert list(found.values()) == ["0.5", "1.0", "1.5", "2.0"]
+    assert found.items() <= trained.items()
+    assert "[ckpt-2] (iteration:      2, epoch:   0.50, " in answer.out
+
+
+def test_pytorch_names_the_average_that_it_validates(falconet):
+    answer = falconet(f"{LINE} --weight-avg-strategy mean --run-dir a", "pytorch")
+    assert answer.code == 0, answer.err
+    *_, named, testing, accuracy = (line for line in answer.out.splitlines() if line.startswith("[INFO] "))
+    name = "resnet8-cifar_generated_3_averaged"
+    assert named == f"[INFO] Restore the resnet8-cifar model to epoch 3 on generated dataset: {name}"
+    assert (testing, accuracy[:29]) == ("[INFO] Testing the model", "[INFO] Accuracy on test set: ")

@@ -147,7 +147,13 @@ WORDS = {
         "`falconet train --epoch 3` trains; --epochs is ours",
     ): "`falconet train --epoch 3` trains; --epochs is ours",
     ("tf1", "to continue: falconet restore r --run-dir s"): "to continue: falconet restore r --run-dir s",
-    ("tf1", "--lr: got 3, expected at most --epoch"): "--lr: got 3, expected at most --epochs",
+    ("tf1", "--lr: got 3, expected at most --epoch"): "--base-learning-rate: here --lr: got 3, expected at most"
+    " --epochs",
+    ("tf1", "--micro-batch-size: is more than all"): "--batch-size: is more than all",
+    ("tf1", "--pipeline-schedule interleaved --micro-batch-size 32 fits"): "--pipeline-schedule Interleaved"
+    " --batch-size 32 fits",
+    ("tf1", "--enable-stochastic-rounding on the host"): "--enable-stochastic-rounding on the host",
+    ("popart", "expected --norm-type group"): "expected --norm-type GROUP",
     ("tf1", "my--epoch/--epoch-1"): "my--epoch/--epoch-1",
     ("popart", "more --gradient-accumulation, fewer --replicas"): "more --gradient-accumulation-factor, fewer"
     " --replication-factor",

@@ -65,6 +65,18 @@ def test_falconet_trains_under_poprun_and_notes_what_has_no_effect(tmp_path):
     assert max(updates) == 8
 
 
+def test_the_host_benchmark_measures_every_rank(tmp_path):
+    line = "--data generated --micro-batch-size 16 --iterations 2 --dataloader-worker 1"
+    ours = "--image-size 8 --seconds 0.01 --iterations 4 --output r.json"
+    script = Path(__file__).parents[2] / "compat/pytorch/datasets/host_benchmark.py"
+    program = [sys.executable, str(script), *line.split(), "--", *ours.split()]
+    code, out, err = run("--num-replicas 2 --num-instances 2", program, tmp_path)
+    assert (code, err) == (0, "")
+    assert out.count("Throughput of the iteration:") == 2, "a line for each pass, from the first process"
+    assert "1 loader threads in each of 2 processes" in out
+    assert json.loads((tmp_path / "r.json").read_text())["processes"] == 2
+
+
 MISTAKES = {
     "of stages": pytest.param(
         "--num-replicas 1 --ipus-per-replica 2",
@@ -148,7 +160,7 @@ CPU = {
 
 @pytest.mark.parametrize("line", CPU.values(), ids=CPU.keys())
 def test_a_program_for_the_cpu_is_not_limited_by_cuda_devices(capfd, monkeypatch, line):
-    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is available"))
+    monkeypatch.setattr(poprun.hosts, "devices", lambda: (1, "1 CUDA device is available"))
     assert poprun.main(["--dry-run", *line]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -156,7 +168,7 @@ def test_a_program_for_the_cpu_is_not_limited_by_cuda_devices(capfd, monkeypatch
 
 
 def test_a_program_for_devices_is_limited_by_their_number(capfd, monkeypatch):
-    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is available"))
+    monkeypatch.setattr(poprun.hosts, "devices", lambda: (1, "1 CUDA device is available"))
     assert poprun.main(["--dry-run", "--num-replicas", "2", "falconet", "train", "--device", "cuda"]) == 0
     out, err = capfd.readouterr()
     assert err == "poprun: 2 processes requested, 1 CUDA device is available: 1 is started\n"
@@ -164,7 +176,7 @@ def test_a_program_for_devices_is_limited_by_their_number(capfd, monkeypatch):
 
 
 def test_two_names_of_this_host_are_a_mistake(capfd, monkeypatch):
-    monkeypatch.setattr(poprun, "_devices", lambda: (1, "1 CUDA device is available"))
+    monkeypatch.setattr(poprun.hosts, "devices", lambda: (1, "1 CUDA device is available"))
     assert poprun.main(["--num-replicas", "2", "--host", f"{socket.gethostname()},localhost", "true"]) == 2
     assert capfd.readouterr().err.endswith(" and localhost are both this host; expected each host once\n")
 
@@ -186,7 +198,7 @@ def test_a_dry_run_prints_the_lines(capfd, monkeypatch):
 
 
 def test_fewer_devices_start_fewer_processes(capfd, monkeypatch):
-    monkeypatch.setattr(poprun, "_devices", lambda: (3, "3 CUDA devices are available"))
+    monkeypatch.setattr(poprun.hosts, "devices", lambda: (3, "3 CUDA devices are available"))
     assert poprun.main(["--dry-run", "--num-replicas", "16", "python3", "train.py"]) == 0
     out, err = capfd.readouterr()
     assert err == "poprun: 16 processes requested, 3 CUDA devices are available: 2 are started\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from falconet.config.options import Model
-from falconet.legacy.programs import gc_profile, main
+from falconet.legacy.programs import canonical, gc_profile, main
 from falconet.legacy.tensorflow_facts import EFFICIENTNETS
 from falconet.legacy.translate import PROGRAMS as TABLES
 from falconet.models.efficientnet import SIZES
@@ -60,6 +60,31 @@ def test_every_script_runs_its_program(monkeypatch):
     for script in PROGRAMS.values():
         runpy.run_path(str(script), run_name="__main__")
     assert started == {program: str(script) for program, script in PROGRAMS.items()}
+
+
+FEW = "--generated-data --model resnet --model-size 8 --dataset cifar-10 --epochs 1 --no-validation"
+
+
+def test_an_error_of_the_run_begins_with_the_program_and_names_its_options(original, image_folder):
+    line = f"{FEW} --batch-size 500 -- --data folder --data-dir {image_folder} --threads 1 --device cpu"
+    code, _, err = original("tf1:train.py", line)
+    assert code == 2
+    assert err.splitlines()[-1] == (
+        "train.py: --batch-size: a global batch of 500 is more than the 24 training images; expected a smaller"
+        " --batch-size, --gradient-accumulation-count or --replicas"
+    )
+
+
+def test_workers_begin_their_errors_with_the_program_that_started_them(capfd):
+    assert canonical(["tensorflow:train.py", "{}", "train", "--lr", "fast"]) == 2
+    assert capfd.readouterr().err.startswith("train.py: --base-learning-rate: here --lr: got 'fast'")
+
+
+def test_the_interleaved_schedule_is_advised_as_the_program_takes_it(original):
+    pipeline = "--shards 2 --pipeline --pipeline-splits b2/0/relu --pipeline-schedule Interleaved"
+    code, _, err = original("tf1:train.py", f"{FEW} {pipeline} --gradient-accumulation-count 1")
+    assert code == 2
+    assert "for --pipeline-schedule Interleaved; --pipeline-schedule Grouped takes any number" in err
 
 
 def test_every_script_belongs_to_a_program():

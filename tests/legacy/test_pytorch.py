@@ -221,10 +221,7 @@ def test_the_inference_benchmark_uses_published_weights_if_available():
     assert not notes
 
 
-def test_splits_of_the_inference_benchmark_are_noted_to_have_no_effect():
+def test_splits_of_the_inference_benchmark_are_stages():
     settings, notes = translated(INFER, "--data generated --pipeline-splits layer2/0 layer3/0")
-    assert "pipeline-splits" not in settings
-    assert list(notes) == [
-        "--pipeline-splits: every process of `falconet bench infer` predicts with the whole model; --replicas N uses N"
-        " devices"
-    ]
+    assert settings["pipeline-splits"] == "layer2/0 layer3/0"
+    assert not notes

@@ -212,6 +212,9 @@ def test_tensorflow_prints_what_it_restores_and_how_long_it_took(styled, tmp_pat
     one.style.begin(facts(tmp_path, restored=tmp_path / "ckpt-4"))
     one.style.end(trained=1.5, whole=2.25)
     assert f"Restoring training from latest checkpoint: {tmp_path}/ckpt-4" in one.lines
+    one.style.begin(facts(tmp_path, restored=tmp_path / "ckpt-2", is_newest=False))
+    one.style.end(trained=1.5, whole=2.25)
+    assert f"Restoring training from checkpoint: {tmp_path}/ckpt-2" in one.lines
     assert one.lines[-2:] == ["Training loop completed in 1.50s.", "Time to train: 2.25s."]
 
 

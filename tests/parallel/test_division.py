@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from falconet.errors import ConfigError, DeviceError
-from falconet.parallel.division import Asked, Division, over_devices, over_processes, processes_that_fit
+from falconet.parallel.division import Asked, Division, over_devices, over_hosts, over_processes
 
 small = st.integers(1, 64)
 few = st.integers(1, 6)
@@ -90,9 +90,31 @@ def test_a_world_that_contradicts_the_recipe_is_refused():
         over_processes(Asked(replicas=2, accumulation=1, stages=2), size=5, launcher="torchrun")
 
 
-@pytest.mark.parametrize(
-    ("replicas", "stages", "devices", "processes"),
-    [(16, 1, 16, 16), (16, 1, 3, 2), (4, 4, 16, 16), (4, 4, 8, 8), (4, 4, 7, 4), (4, 4, 3, 1), (1, 1, 1, 1)],
-)
-def test_processes_that_fit_are_whole_replicas(replicas, stages, devices, processes):
-    assert processes_that_fit(replicas, stages=stages, devices=devices) == processes
+ON_HOSTS = {  # replicas, stages, hosts, devices of each -> replicas and stages that run
+    (8, 4, 2, 16): (8, 4),
+    (8, 4, 2, 8): (4, 4),
+    (8, 4, 2, 7): (2, 4),
+    (8, 4, 2, 3): (4, 1),  # not one pipeline over both hosts
+    (16, 1, 1, 3): (2, 1),
+    (32, 4, 8, 1): (8, 1),
+}
+
+
+@pytest.mark.parametrize(("asked", "run"), ON_HOSTS.items())
+def test_every_host_runs_as_many_whole_replicas_as_it_has_devices_for(asked, run):
+    replicas, stages, hosts, devices = asked
+    recipe = Asked(replicas=replicas, accumulation=2, stages=stages)
+    found = over_hosts(recipe, hosts=hosts, devices=devices, what="few are available")
+    assert (found.replicas, found.stages) == run
+    assert found.replicas * found.accumulation == 2 * replicas
+    assert all(note.startswith(f"on each of {hosts} hosts: ") for note in found.notes)
+    # What each of the started processes finds out is the same.
+    own = over_processes(recipe, size=found.processes, launcher="torchrun", running=found.stages)
+    assert (own.replicas, own.stages, own.accumulation) == (found.replicas, found.stages, found.accumulation)
+
+
+def test_replicas_that_the_hosts_cannot_share_are_refused():
+    with pytest.raises(ConfigError, match=r"^3 replicas requested on 2 hosts; expected a multiple of 2, because"):
+        over_hosts(Asked(replicas=3, accumulation=2), hosts=2, devices=8, what="")
+    found = over_hosts(Asked(replicas=3, accumulation=2, free=True), hosts=2, devices=8, what="")
+    assert (found.replicas, found.accumulation) == (2, 3)

@@ -6,12 +6,16 @@ import pytest
 
 from falconet.errors import ConfigError
 from falconet.parallel.environment import (
+    OURS,
+    OWN,
+    TETHERED,
     Place,
     asked_of_launcher,
     attempt,
     cores_of,
     find_place,
     first_host,
+    is_one_per_host,
     threads_of,
 )
 
@@ -129,6 +133,8 @@ def test_a_process_finds_its_place(variables, place):
     assert find_place(variables) == place
 
 
+APART = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(("RANK", "SIZE", "LOCAL_SIZE"), "021", strict=True)}
+APART |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "a"}
 MISTAKES = {
     "RANK: got 'x' from the launcher, expected an integer": {"RANK": "x", "WORLD_SIZE": "2"},
     "WORLD_SIZE: got 'two' from the launcher": {"RANK": "0", "WORLD_SIZE": "two"},
@@ -142,6 +148,9 @@ MISTAKES = {
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     },
     "TF_CONFIG: cannot be parsed": {"TF_CONFIG": "{'cluster'"},
+    "TF_CONFIG: cannot be parsed; .*JSONDecodeError": APART | {"TF_CONFIG": "{'cluster'"},
+    "TF_CONFIG: cannot be parsed; .*AttributeError": APART | {"TF_CONFIG": "[]"},
+    "TF_CONFIG: cannot be parsed; .*'a' is not host:port": APART | {"TF_CONFIG": '{"cluster": {"worker": ["a"]}}'},
 }
 
 
@@ -196,6 +205,18 @@ def test_future_processes_share_the_cores():
     assert cores_of({}, host=8, own=8, expected=4) == 2
 
 
+def test_hosts_that_tf_config_names_once_have_one_process_each():
+    config = {"task": {"type": "worker", "index": 1}}
+    hosts = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, **config})}
+    shared = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "a:2"]}, **config})}
+    assert [is_one_per_host(variables, find_place(variables)) for variables in (hosts, shared)] == [True, False]
+
+
+def test_mpirun_reports_hosts_that_have_one_process_each():
+    two = APART | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert [is_one_per_host(variables, find_place(variables)) for variables in (APART, two)] == [True, False]
+
+
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
 THREADS = {
     "unset": ({}, 8),
@@ -212,3 +233,10 @@ THREADS = {
 @pytest.mark.parametrize(("variables", "threads"), THREADS.values(), ids=THREADS)
 def test_omp_num_threads_is_respected(variables, threads):
     assert threads_of(variables, cores=8) == threads
+
+
+@pytest.mark.parametrize(("own", "name"), [({}, "torchrun"), ({TETHERED: "poprun"}, "poprun"), ({OWN: "7"}, OURS)])
+def test_a_launcher_has_the_name_that_its_user_knows(own, name):
+    place = find_place({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **own})
+    assert place is not None
+    assert place.launcher == name

@@ -7,14 +7,19 @@ import re
 import signal
 import socket
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import gloo
 from falconet.checkpoint import format
-from falconet.errors import WorldError
-from falconet.parallel import launch
+from falconet.errors import ConfigError, WorldError
+from falconet.parallel import collectives, launch, meeting
+from falconet.parallel.environment import Place
 from runs import assert_bitwise, begin, finish, metrics, updates, wait_for
 from tiny import TINY
 from watched import children, is_gone
@@ -236,7 +241,8 @@ def test_tf_config_gives_the_same_bits(straight, tmp_path):
         workers.append(begin(f"train {line} --epoch {EPOCHS} --run-dir r", tmp_path, variables={"TF_CONFIG": config}))
     answers = [finish(worker) for worker in workers]
     assert [code for code, _, _ in answers] == [0, 0], answers
-    assert answers[1][1:] == ("", "")
+    assert re.fullmatch(r"worker 1 of 2 on .*: 1 process here; worker 0 prints .*\n", answers[1][1])
+    assert answers[1][2] == ""
     assert_bitwise(straight[0] / "r", tmp_path / "r")
 
 
@@ -254,3 +260,82 @@ def test_torchrun_restarts_killed_workers_and_gives_the_same_bits(straight, tmp_
     code, _, err = finish(process)
     assert code == 0, err
     assert_bitwise(straight[0] / "r", tmp_path / "r")
+
+
+@pytest.fixture
+def first():
+    return Place(launcher="TF_CONFIG", rank=0, size=2, local_rank=0, local_size=1, port=gloo.free_port())
+
+
+def meet(place, timeout=60):
+    return launch.meet(place, devices=1, timeout=timeout)
+
+
+def join(place, timeout=60):
+    return collectives.join(place, torch.device("cpu"), timeout=timeout)
+
+
+@pytest.mark.parametrize("wait", [meet, join])
+def test_workers_that_do_not_come_are_reported_in_one_line(first, wait):
+    where = f"127.0.0.1:{first.port}"
+    with pytest.raises(WorldError) as raised:
+        wait(replace(first, rank=1), timeout=1)
+    assert (
+        str(raised.value) == f"worker 1: timed out after 1 s waiting for worker 0 of 2 at {where} (Connection refused)"
+    )
+    with pytest.raises(WorldError) as raised:
+        wait(first, timeout=1)
+    assert str(raised.value) == f"worker 0: timed out after 1 s waiting for worker 1 of 2 at {where}"
+
+
+def test_a_port_in_use_is_reported_in_one_line(first):
+    with socket.create_server(("127.0.0.1", first.port)), pytest.raises(ConfigError) as raised:
+        meet(first)
+    assert str(raised.value) == f"TF_CONFIG: 127.0.0.1:{first.port} is in use; choose a free port"
+
+
+@pytest.mark.parametrize("wait", [meet, join])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wait_for_another_worker_is_reported_and_ends_with_ctrl_c(first, monkeypatch, capsys, wait, rank):
+    monkeypatch.setattr(meeting, "QUIET", 0.2)
+    ctrl_c = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
+    ctrl_c.start()
+    with pytest.raises(KeyboardInterrupt):
+        wait(replace(first, rank=rank))
+    refused = " (Connection refused)" if rank else ""
+    assert capsys.readouterr().err == (
+        f"waiting for worker {1 - rank} of 2 at 127.0.0.1:{first.port}{refused}; to run on this host alone, unset"
+        " TF_CONFIG\n"
+    )
+
+
+def test_hosts_agree_on_the_smallest_number_of_devices(first):
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(launch.meet, replace(first, rank=1), devices=2, timeout=60)
+        assert launch.meet(first, devices=3, timeout=60).fewest == other.result().fewest == 2
+
+
+def test_workers_of_which_only_one_starts_processes_are_refused(first):
+    """mpirun with two processes on the first host and one on the second, or a worker with other options."""
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(meet, replace(first, rank=1))
+        for wait in (lambda: join(first), other.result):
+            with pytest.raises(ConfigError) as raised:
+                wait()
+            assert str(raised.value) == (
+                "TF_CONFIG: worker 1 starts the processes of its host, and worker 0 does not; expected the same"
+                " options, and the same number of workers, on every host"
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [f"train {TINY} --replicas 4 --run-dir r", "data bench --data digits --device cpu"])
+def test_a_command_that_waits_for_another_worker_exits_130_after_ctrl_c(tmp_path, command):
+    cluster = {"worker": [f"127.0.0.1:{gloo.free_port()}", "127.0.0.2:1"]}
+    config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
+    process = begin(command, tmp_path, variables={"TF_CONFIG": config})
+    assert process.stderr.readline().startswith("waiting for worker 1 of 2 at 127.0.0.1:")
+    for _ in range(2):  # as `timeout -s INT` sends them
+        process.send_signal(signal.SIGINT)
+    assert finish(process) == (130, "", "")
+    assert not (tmp_path / "r").exists()

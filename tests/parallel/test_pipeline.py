@@ -140,9 +140,21 @@ def test_plan_lists_layers_weights_and_memory_per_stage(two_stages):
 
 def test_micro_batches_in_flight_are_started_and_unfinished_ones():
     stages, kinds = range(4), ("grouped", "interleaved", "sequential")
-    found = {kind: [in_flight(kind, stage=s, stages=4, micro_batches=8) for s in stages] for kind in kinds}
-    assert found == {"grouped": [8, 8, 8, 8], "interleaved": [4, 3, 2, 1], "sequential": [1, 1, 1, 1]}
+    found = {kind: [in_flight(kind, stage=s, stages=4, micro_batches=1024) for s in stages] for kind in kinds}
+    assert found == {"grouped": [8, 7, 6, 5], "interleaved": [4, 3, 2, 1], "sequential": [1, 1, 1, 1]}
     assert in_flight("interleaved", stage=0, stages=4, micro_batches=3) == 3
+    assert in_flight("grouped", stage=0, stages=4, micro_batches=6) == 6
+
+
+@pytest.mark.parametrize("micro_batches", [2, 6, 20])
+def test_grouped_holds_at_most_twice_the_stages(micro_batches):
+    found = gloo.in_world(4, pipeline_scenarios.flights, "grouped", micro_batches)
+    expected = [in_flight("grouped", stage=s, stages=4, micro_batches=micro_batches) for s in range(4)]
+    assert [most for most, _, _ in found] == expected
+    assert [left for _, left, _ in found] == [0, 0, 0, 0]
+    one_at_a_time = gloo.in_world(4, pipeline_scenarios.flights, "sequential", micro_batches)
+    for (_, _, mine), (_, _, theirs) in zip(found, one_at_a_time, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 MESHES = {  # replicas x stages -> one process with the same global batch
@@ -155,6 +167,11 @@ MESHES = {  # replicas x stages -> one process with the same global batch
         f"{GROUP} --ema-half-life 0.1 --replicas 2 --gradient-accumulation 2 --pipeline-splits layer2/0",
         f"{GROUP} --ema-half-life 0.1",
         1e-6,
+    ),
+    "4 stages, grouped": (
+        f"{LINE} --gradient-accumulation 12 --pipeline-splits layer1/0/conv2 layer2/0 layer3/0/bn1",
+        f"{LINE} --gradient-accumulation 12",
+        0.0,
     ),
     "any model of timm": (
         f"{LINE} --model timm:regnetx_002 --image-size 32 --pipeline-splits s1/b1 s2/b1/conv2 s3/b2",
@@ -189,6 +206,53 @@ def test_batch_norm_over_replicas_of_a_stage_matches_one_process(four_processes,
     recipe = f"{LINE} --micro-batch-size 8 --gradient-accumulation 2" + (" --loss-scaling 1024" if number else "")
     expected = pipeline_scenarios.together(recipe, replicas=2, updates=2)
     same(four_processes[len(MESHES) + number], expected, 1e-6)
+
+
+MIXED = "--mixup-alpha 0.4 --cutmix-lambda-low 0.3 --cutmix-lambda-high 0.8"
+FOLDED = {  # with batch norm over replicas: four processes against fewer, whose micro-batches run together
+    "a span in each process": f"{LINE} --gradient-accumulation 2 --replicas 4 --batchnorm-span 2",
+    "a span of two processes": f"{LINE} --gradient-accumulation 1 --replicas 4 --batchnorm-span 4",
+    "mixed": f"{LINE} --gradient-accumulation 2 --replicas 4 --batchnorm-span 2 {MIXED}",
+    "once per update": f"{LINE} --gradient-accumulation 2 --replicas 4 --batchnorm-span 2 --batchnorm-per-update",
+}
+
+
+@pytest.fixture(scope="module")
+def spans():
+    lines = list(FOLDED.values())
+    return [gloo.in_world(size, pipeline_scenarios.several, lines, 2)[0] for size in (4, 2)]
+
+
+@pytest.mark.parametrize("number", range(len(FOLDED)), ids=FOLDED)
+def test_batch_norm_over_folded_replicas_matches_as_many_processes(spans, monkeypatch, number):
+    monkeypatch.setattr(pipeline_scenarios.processes, "devices_of", lambda _: (1, "1 device is available"))
+    real, halved = (each[number] for each in spans)
+    alone = pipeline_scenarios.alone(list(FOLDED.values())[number], updates=2)
+    for found in (halved, alone):
+        same(_without_running(found), _without_running(real), 2e-6)
+
+
+def _without_running(found):
+    """Folded replicas move batch norm's running statistics one after the other, with or without a span."""
+    tensors = {name: t for name, t in found["tensors"].items() if "running_" not in name and "tracked" not in name}
+    return {**found, "tensors": tensors, "evaluation": None}
+
+
+def test_running_statistics_are_those_of_the_span_where_all_of_it_is_folded(spans, monkeypatch):
+    monkeypatch.setattr(pipeline_scenarios.processes, "devices_of", lambda _: (1, "1 device is available"))
+    number = list(FOLDED).index("a span of two processes")
+    same(pipeline_scenarios.alone(list(FOLDED.values())[number], updates=2), spans[0][number], 2e-6)
+
+
+@pytest.mark.parametrize("mixed", ["", MIXED], ids=["plain", "mixed"])
+def test_batch_norm_over_folded_replicas_in_stages_matches_one_process(monkeypatch, mixed):
+    monkeypatch.setattr(pipeline_scenarios.processes, "devices_of", lambda _: (1, "1 device is available"))
+    line = f"{LINE} --gradient-accumulation 2 --replicas 4 --batchnorm-span 2 --ema-half-life 0.1 {mixed}"
+    (found,) = gloo.in_world(2, pipeline_scenarios.several, [f"{line} --pipeline-splits layer2/0/conv2"], 2)[0]
+    same(found, pipeline_scenarios.alone(line, updates=2))
+    assert (
+        "pipeline of 2 stages, grouped: 4 micro-batches per update; each stage recomputes its blocks" in found["lines"]
+    )
 
 
 def test_a_run_moved_from_two_stages_to_one_process_to_four_is_unchanged(tmp_path):

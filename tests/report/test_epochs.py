@@ -90,6 +90,13 @@ def test_log_points_within_an_epoch_have_rows_and_the_last_one_is_that_of_the_ep
     assert [row[0] for row in table.rows] == ["50%", "1/30", "27%"]
 
 
+def test_rows_of_a_run_that_ends_within_an_epoch_have_its_length():
+    table = Table(epochs=2.5)
+    table.style.end_epoch(point(1, validates=False))
+    table.style.end_epoch(point(2.5, validates=False))
+    assert [row[0] for row in table.rows] == ["1/2.5", "2.5/2.5"]
+
+
 def test_the_moving_average_has_a_column():
     table = Table(averages=True)
     table.style.end_epoch(point(1))

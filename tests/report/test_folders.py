@@ -18,10 +18,12 @@ def test_a_new_folder_does_not_exist_yet(tmp_path, monkeypatch):
 
 
 def test_the_variable_names_the_folder_of_all_runs(tmp_path, monkeypatch):
+    beside = replace(RN50, parent=Path("elsewhere"))
     monkeypatch.setenv("FALCONET_RUNS", str(tmp_path))
-    assert fresh(RN50).parent == tmp_path
+    assert fresh(RN50).parent == fresh(beside).parent == tmp_path
     monkeypatch.setenv("FALCONET_RUNS", "")
     assert fresh(RN50).parent == Path("runs")
+    assert fresh(beside).parent == Path("elsewhere")
 
 
 def test_a_suffix_ends_the_name():

@@ -290,7 +290,7 @@ def test_predicted_activations_are_what_a_training_pass_keeps(model):
     phase = built(f"{TINY} --image-size 64 --model {model}")
     made = phase.new_state()
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
-    need = memory.predicted(phase, made)
+    need = memory.predicted(phase, made.model)
     after = made.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)  # nothing has changed
     kept = {}
@@ -315,13 +315,13 @@ def test_predicted_activations_are_what_a_training_pass_keeps(model):
 def test_weights_gradients_and_state_are_predicted_exactly():
     phase = built(f"{TINY} --optimizer adamw --ema-half-life 1")
     weights = sum(p.numel() for p in phase.model.parameters())
-    assert memory.predicted(phase, phase.new_state()).fixed == 5 * 4 * weights + 2 * 8 * 3 * 16 * 16
+    assert memory.predicted(phase, phase.model).fixed == 5 * 4 * weights + 2 * 8 * 3 * 16 * 16
 
 
 def test_weights_cast_by_autocast_are_counted_once_not_per_image():
     line = f"{TINY} --image-size 64 --model resnet50"
     half, full = (built(f"{line} --precision {name}") for name in ("bf16.32", "32.32"))
-    need, other = (memory.predicted(phase, phase.new_state()) for phase in (half, full))
+    need, other = (memory.predicted(phase, phase.model) for phase in (half, full))
     casts = 2 * sum(p.numel() for p in half.model.parameters() if p.ndim > 1)
     assert need.fixed - other.fixed == pytest.approx(casts, rel=0.01)
     assert need.per_image < 0.6 * other.per_image  # with the casts it was more
@@ -331,14 +331,14 @@ def test_a_micro_batch_of_one_is_predicted_from_one_image(monkeypatch):
     phase, sizes = built(f"{TINY} --micro-batch-size 1"), []
     black = memory._black
     monkeypatch.setattr(memory, "_black", lambda images, *rest: sizes.append(images) or black(images, *rest))
-    assert memory.predicted(phase, phase.new_state()) is not None
+    assert memory.predicted(phase, phase.model) is not None
     assert sizes == [1]
 
 
 def test_too_little_memory_is_a_warning_before_the_first_update(falconet, monkeypatch):
     phase = built(TINY)
-    need = memory.predicted(phase, phase.new_state())
-    monkeypatch.setattr(memory, "capacity", lambda _: need.of(5))
+    need = memory.predicted(phase, phase.model)
+    monkeypatch.setattr(memory, "capacity", lambda *_: need.of(5))
     answer = falconet(f"train {TINY} --run-dir r")
     assert answer.code == 0
     (line,) = [line for line in answer.out.splitlines() if "warning" in line]
@@ -349,13 +349,60 @@ def test_too_little_memory_is_a_warning_before_the_first_update(falconet, monkey
     assert answer.out.index(line) < answer.out.index("train loss")
 
 
+def test_a_plan_warns_of_too_little_memory(falconet, monkeypatch):
+    phase = built(TINY)
+    need = memory.predicted(phase, phase.model)
+    monkeypatch.setattr(memory, "capacity", lambda *_: need.of(5))
+    answer = falconet(f"train {TINY} --plan")
+    assert "; --micro-batch-size 4 --gradient-accumulation 2 is predicted to need 0.00 GiB\n" in answer.out
+    assert "warning" not in falconet(f"train {TINY} --micro-batch-size 4 --gradient-accumulation 2 --plan").out
+
+
+STAGED = f"{TINY} --model resnet20-cifar --image-size 64 --gradient-accumulation 16 --pipeline-splits layer2/0"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "size", "advice"),
+    [
+        ("interleaved", 8, "--pipeline-schedule interleaved is"),
+        ("interleaved", 4, "--pipeline-schedule interleaved --micro-batch-size 4 --gradient-accumulation 32 is"),
+        ("interleaved", 1, "--pipeline-schedule interleaved --micro-batch-size 1 --gradient-accumulation 128 is"),
+    ],
+)
+def test_stages_that_do_not_fit_are_a_warning_with_what_does(falconet, monkeypatch, schedule, size, advice):
+    phase = built(f"{STAGED} --device cpu")
+    monkeypatch.setattr(memory, "capacity", lambda *_: sum(phase.placement.needs(size, schedule)) // 2 + 1)
+    answer = falconet(f"train {STAGED} --plan")
+    (line,) = [line for line in answer.out.splitlines() if "warning" in line]
+    assert line.startswith("warning: a stage on average is predicted to need 0.0")
+    assert f" GiB for each; {advice}" in line
+
+
+def test_stages_of_which_nothing_fits_are_a_warning(falconet, monkeypatch):
+    monkeypatch.setattr(memory, "capacity", lambda *_: 1000)
+    answer = falconet(f"train {STAGED} --plan")
+    assert "for each; expected more --pipeline-splits, fewer images per update or smaller ones\n" in answer.out
+
+
+def test_stages_that_fit_are_not_mentioned(falconet, monkeypatch):
+    phase = built(f"{STAGED} --device cpu")
+    monkeypatch.setattr(memory, "capacity", lambda *_: sum(phase.placement.needs(8, "grouped")) // 2 + 1)
+    assert "warning" not in falconet(f"train {STAGED} --plan").out
+
+
+def test_the_processes_of_a_plan_share_the_memory_of_the_host(monkeypatch):
+    monkeypatch.setattr(memory.host, "available", lambda: 1200)
+    assert memory.capacity(torch.device("cpu")) == 1200
+    assert memory.capacity(torch.device("cpu"), 4) == 300
+
+
 def test_enough_memory_is_not_mentioned(falconet):
     assert "predicted" not in falconet(f"train {TINY} --run-dir r").out
 
 
 def test_recomputed_layers_by_name_are_not_predicted():
     phase = built(f"{TINY} --enable-recompute --recompute-checkpoints layer1/.*")
-    assert memory.predicted(phase, phase.new_state()) is None
+    assert memory.predicted(phase, phase.model) is None
 
 
 # No traceback, wherever memory runs out.
@@ -513,7 +560,7 @@ def test_the_prediction_is_near_what_torch_allocates(model, precision):
     """Prints both, for docs/using/troubleshooting.md."""
     phase = built(f"{GPU} --model {model} --precision {precision} --micro-batch-size 64")
     made = phase.new_state()
-    need = memory.predicted(phase, made).of(64)
+    need = memory.predicted(phase, made.model).of(64)
     memory.release(torch.device("cuda"))
     torch.cuda.reset_peak_memory_stats()
     stepping, held = phase.step(made), [memory._black(128, 224, torch.device("cuda"))]

@@ -22,7 +22,7 @@ from falconet.optim.ema import Ema
 from falconet.optim.optimizers import build_optimizer
 from falconet.optim.schedules import Schedule
 from falconet.report.console import Screen
-from falconet.report.styles import Facts, Falconet, RunLog
+from falconet.report.styles import Facts, Falconet, Origin, RunLog
 from falconet.report.throughput import Stopwatch
 from falconet.train import save
 from falconet.train.evaluate import Evaluation, Validation
@@ -537,7 +537,7 @@ def test_the_restored_checkpoint_is_good_after_one_good_update(desk, tmp_path):
 def test_the_average_of_checkpoints_has_separate_metrics(desk):
     at = desk()
     at.accuracies = [found(160)]
-    at.validation.average("averaged", suffix="")
+    at.validation.average("averaged", suffix="", origin=Origin(model="net", data="noise", loss=None, accuracy=None))
     assert at.notes[0][1]["validation_averaged/accuracy"] == 80.0
     assert at.text.getvalue().splitlines()[-1] == "accuracy of the averaged checkpoints: 80.00%"
     assert at.output.measurements.best is None

@@ -46,6 +46,15 @@ def test_a_finished_run_is_left_alone(falconet):
     assert {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")} == before
 
 
+def test_a_run_that_saved_elsewhere_keeps_its_log_when_that_place_is_not_named(falconet):
+    assert falconet(f"{LINE} --checkpoint-output-path ck").code == 0
+    before = Path("r/metrics.jsonl").read_text()
+    answer = falconet(LINE)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "--resume: the checkpoints of r are in ck; expected --checkpoint-output-path ck" in answer.err
+    assert Path("r/metrics.jsonl").read_text() == before
+
+
 def test_a_run_with_only_torn_checkpoints_is_refused_with_the_reason(falconet):
     falconet(LINE)
     for folder in format.checkpoints_in(Path("r")):

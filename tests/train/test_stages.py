@@ -38,12 +38,12 @@ def test_measured_splits_are_planned_too(falconet):
 FOLDED = {
     "--replicas 4 --pipeline-splits layer2/0": (
         "global batch 32 = micro-batch 8 x accumulation 2 x replicas 2",
-        "4 replicas of 2 stages requested, 2 cores are available, for 2 processes each: 2 run, with 2 times the",
+        "4 replicas of 2 stages requested, 2 cores are available, enough for 4 processes: 2 run, with 2 times the",
         "pipeline of 2 stages",
     ),
     "--replicas 2 --pipeline-splits auto:5": (
         "global batch 16 = micro-batch 8 x accumulation 1 x replicas 2",
-        "5 stages requested, 2 cores are available, for 2 processes each: all stages of a replica run in one process",
+        "5 stages requested, 2 cores are available, enough for 4 processes: all stages of a replica run in one process",
         "recomputes 4 blocks",
     ),
 }
@@ -69,7 +69,7 @@ def test_the_memory_of_a_divided_state_is_predicted_for_the_replicas_that_run(fa
     predicted = [[text for text in out.splitlines() if text.startswith("stage ")] for out in (folded, asked)]
     assert predicted[0] == predicted[1]
     # 4 bytes x 8,906,728 x (weight, gradient, and one of adamw's two) = 0.0995 GiB, and some activations.
-    assert "8,906,728 parameters, 4 micro-batches in flight, 0.100 GiB predicted" in predicted[0][1]
+    assert "8,906,728 parameters, 3 micro-batches in flight, 0.100 GiB predicted" in predicted[0][1]
 
 
 def test_stages_that_share_a_process_make_the_updates_of_a_whole_model(falconet, monkeypatch):
@@ -97,7 +97,7 @@ MISTAKES = {
     "--pipeline-splits auto:2 layer2/0": "--pipeline-splits: got 'auto:2 layer2/0', expected layers",
     "--pipeline-splits auto:40 --strict-devices": "1 replica of 40 stages requested, which takes 40 devices; 2 cores",
     "--pipeline-splits layer2/0 --pipeline-schedule interleaved": "--gradient-accumulation: got 1, expected at least 2,"
-    " the number of stages, for --pipeline-schedule interleaved; grouped takes any number",
+    " the number of stages, for --pipeline-schedule interleaved; --pipeline-schedule grouped takes any number",
     "--pipeline-splits layer2/0 --memory-budget 1": "--memory-budget: does not work with --pipeline-splits",
     "--pipeline-splits layer2/0 --pipeline-schedule diagonal": "--pipeline-schedule: got 'diagonal', expected",
     "--pipeline-splits layer2/0 --replicas 2 --batchnorm-span 4": "--batchnorm-span: got 4, expected a divisor of the "
