@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from falconet.errors import ConfigError, WorldError
 from falconet.parallel import environment
-from falconet.parallel.environment import Place
+from falconet.parallel.environment import TF_CONFIG, Place
 from falconet.parallel.network import store_at
 
 QUIET = 5.0  # seconds before a wait is reported
@@ -33,7 +33,7 @@ class Wait:
         self.place, self.timeout = place, timeout
         self._start = time.monotonic()
         # A launcher's processes share its terminal; torchrun sees for itself whether one is missing.
-        is_heard = place.launcher == "TF_CONFIG" or place.local_rank == 0
+        is_heard = place.launcher == TF_CONFIG or place.local_rank == 0
         self._is_silent = not is_heard or environment.has_agent_store(os.environ)
 
     def pause(self, missing: Callable[[], Sequence[int]], reason: str = "") -> None:
@@ -44,7 +44,7 @@ class Wait:
             raise WorldError(f"{waited} waiting for {self._named(missing())}{reason}")
         if passed > QUIET and not self._is_silent:
             self._is_silent = True
-            alone = "; to run on this host alone, unset TF_CONFIG" if self.place.launcher == "TF_CONFIG" else ""
+            alone = "; to run on this host alone, unset TF_CONFIG" if self.place.launcher == TF_CONFIG else ""
             sys.stderr.write(f"waiting for {self._named(missing())}{reason}{alone}\n")
             sys.stderr.flush()
         time.sleep(EVERY)

@@ -97,9 +97,9 @@ def _threads(launch: Launch) -> int:
     return value_or(launch.loaded.options.machine.threads, stored or world.threads(launch.division.processes))
 
 
-def phases_built(launch: Launch, site: Site, *, opened: Dataset | None = None) -> list["BuiltPhase"]:
+def phases_built(launch: Launch, site: Site) -> list["BuiltPhase"]:
     """All phases of a run, in order."""
-    built = [BuiltPhase(launch, site, opened=opened)]
+    built = [BuiltPhase(launch, site)]
     for _ in phases_of(launch.loaded.options)[1:]:
         built.append(BuiltPhase(launch, site, before=built[-1]))
     return built
@@ -157,13 +157,8 @@ def _check_labels(images: Dataset, launch: Launch) -> None:
 class BuiltPhase:
     """One phase of a run in this process: what was decided for it, and how its parts are built."""
 
-    def __init__(
-        self, launch: Launch, site: Site, *, before: "BuiltPhase | None" = None, opened: Dataset | None = None
-    ) -> None:
-        """`before`: the phase before this one. Only the data is opened here; the model is built by `new_state`.
-
-        `opened`: the data, if it is open already.
-        """
+    def __init__(self, launch: Launch, site: Site, *, before: "BuiltPhase | None" = None) -> None:
+        """`before`: the phase before this one. Only the data is opened here; the model is built by `new_state`."""
         self.launch, self.site = launch, site
         self.phase: Phase = phases_of(launch.loaded.options)[before.phase.number if before else 0]
         self.options = self.phase.options
@@ -178,7 +173,7 @@ class BuiltPhase:
             joined=processes.joined(self.options.parallel, launch.division),
             folded=processes.folded(self.options.parallel, launch.division),
         )
-        self.full_size: Dataset = before.full_size if before else opened or self._images()
+        self.full_size: Dataset = before.full_size if before else self._images()
         _check_labels(self.full_size, launch)
         self.images = self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
         self.plan: Plan = plan_of(

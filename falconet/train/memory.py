@@ -18,7 +18,6 @@ from falconet.config.rules import least_micro_batch
 from falconet.config.settings import LINE
 from falconet.data import mixing
 from falconet.data.buffers import Batch
-from falconet.data.dataset import Dataset
 from falconet.data.mixing import Mix
 from falconet.errors import SHORTAGES, DeviceError, ShortageError, memory_shortage
 from falconet.models import views
@@ -233,7 +232,6 @@ class Trials:
 
     launch: Launch
     site: Site
-    images: Dataset
     total: int  # images of an update on each replica
 
     def fits(self, micro_batch: int) -> bool:
@@ -250,7 +248,7 @@ class Trials:
         return True
 
     def _make(self, micro_batch: int) -> None:
-        for built in phases_built(self._launch(micro_batch), self._site, opened=self.images):
+        for built in phases_built(self._launch(micro_batch), self._site):
             _try(built, messages=self.launch.division.replicas > 1)
 
     @property
@@ -330,19 +328,19 @@ def with_batch(options: commands.TrainOptions, *, micro_batch: int, total: int) 
     )
 
 
-def settled(launch: Launch, site: Site) -> tuple[Launch, Dataset | None]:
-    """The launch with a number for `--micro-batch-size auto`, and the images if they were opened for that.
+def settled(launch: Launch, site: Site) -> Launch:
+    """The launch with a number for `--micro-batch-size auto`, and with its images, which trials need.
 
     An update keeps its images: those of the checkpoint that a run continues from, or of the config, else 64 per
     micro-batch that was asked for. All processes take what fits on each of them.
     """
     options = launch.loaded.options
     if options.data.micro_batch_size != "auto":
-        return launch, None
+        return launch
     stored = processes.stored_number(launch.restored.manifest, "micro-batch-size") if launch.restored else None
     if launch.restored and stored and launch.again:  # the same run, which has found its own
         total = stored * processes.stored_number(launch.restored.manifest, "gradient-accumulation")
-        return _launched(launch, micro_batch=stored, total=total), None
+        return _launched(launch, micro_batch=stored, total=total)
     given = [each for each in launch.loaded.line if each.bare == "micro-batch-size" and each.source != LINE]
     config = [each.values[0] for each in given]
     base = stored or (options.data.micro_batch if config in ([], ["auto"]) else int(config[-1]))
@@ -351,13 +349,14 @@ def settled(launch: Launch, site: Site) -> tuple[Launch, Dataset | None]:
     total = base * options.training.gradient_accumulation
     first = with_batch(options, micro_batch=base, total=total)
     (built, *_) = phases_built(replace(launch, loaded=replace(launch.loaded, options=first)), site)
-    trials = Trials(launch, site, built.full_size, total)
+    launch = replace(launch, images=built.full_size)
+    trials = Trials(launch, site, total)
     sizes = divisors(total, least=least_micro_batch(options.augmentation))
     own = largest(sizes, trials.fits) or 0
     found_by_all = -int(site.world.max(torch.tensor(-own, device=site.world.device)))
     if not found_by_all:
         raise DeviceError(f"--micro-batch-size auto: not even {sizes[0]} fits on {site.world.device}")
-    return _launched(launch, micro_batch=found_by_all, total=total), built.full_size
+    return _launched(launch, micro_batch=found_by_all, total=total)
 
 
 def _launched(launch: Launch, *, micro_batch: int, total: int) -> Launch:
@@ -384,7 +383,7 @@ def answer(error: ShortageError, launch: Launch) -> DeviceError:
     say: Say = site.screen.line
     say(f"{error.short}; looking for a micro-batch that fits")
     (built, *_) = phases_built(launch, site)
-    trials = Trials(launch, site, built.full_size, total)
+    trials = Trials(replace(launch, images=built.full_size), site, total)
     smaller = [other for other in divisors(total, least=least_micro_batch(options.augmentation)) if other < size]
     found = largest(smaller, trials.fits)
     if found is None:

@@ -100,11 +100,11 @@ def _carried_out(launch: Launch) -> int:
             REGIMES[launch.loaded.options.machine.precision].require(world.device)
         if not launch.loaded.options.run.plan:
             build.limit_libraries(launch.loaded.options, site.grid)
-        launch, opened = memory.settled(build.with_images(launch), site)
+        launch = memory.settled(build.with_images(launch), site)
         launch, finding = _with_rate(launch, site)
         options = launch.loaded.options
         current = processes.current_phase(phases_of(options), launch.loaded, launch.restored)
-        built = deque(build.phases_built(launch, site, opened=opened))
+        built = deque(build.phases_built(launch, site))
         plan = [line for each in built for line in plan_text.describe(each)]
         found_rate = [finding.line()] if finding else []
         notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
