@@ -102,16 +102,15 @@ def _saved(model: nn.Module, forward: Callable[[], Tensor]) -> list[int]:
     modes = {module: module.training for module in model.modules()}
     known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, int] = {}
-    alive: list[Tensor] = []  # a freed storage's number would be used again
+    alive: list[torch.UntypedStorage] = []  # a freed storage's number would be used again
 
-    def keep(tensor: Tensor) -> Tensor:
-        alive.append(tensor)
+    def keep(tensor: Tensor) -> None:  # the tensor itself would keep the graph that saves it
+        alive.append(tensor.untyped_storage())
         found[_storage(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
 
     model.eval()
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing):
             forward()
     finally:
         for module, mode in modes.items():
