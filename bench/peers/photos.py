@@ -1,6 +1,6 @@
 """Compare training from a folder of JPEG files: Falconet and timm's train.py at its defaults, in turns.
 
-    python bench/peers/photos.py train.py                            on a CPU: resnet18, 640 photos that the script makes
+    python bench/peers/photos.py train.py                           on a CPU: resnet18, 640 photos that the script makes
     python bench/peers/photos.py train.py --photos FOLDER --model efficientnet_b0 --batch 32 --rounds 3
     python bench/peers/photos.py train.py --device cuda --photos FOLDER --model resnet50 --batch 256 --timm="--amp"
 
