@@ -84,8 +84,7 @@ def plain_strided_group_norm(
 class _Shuffle(torch.autograd.Function):
     """Channels numbered (first, second) renumbered (second, first).
 
-    Torch's shuffle takes as long as a copy, in both memory formats; the gradient that torch has for it takes 8 times as
-    long and changes the format.
+    Torch's shuffle takes as long as a copy, in both memory formats; its gradient in torch takes several times as long.
     """
 
     @staticmethod
