@@ -374,7 +374,7 @@ class Machine:
     deterministic: bool = True
     """On CUDA, use only deterministic kernels, so that a restored run equals an uninterrupted one bit for bit."""
     capture: bool = True
-    """On CUDA, capture an update or a batch as a CUDA graph and replay it: the same numbers, less work for the CPU."""
+    """On CUDA, capture an update or a batch as a graph and replay it: the same numbers, less CPU work."""
     model_cache_path: Path | None = local(None)
     """Folder for compiled Triton kernels, which later starts load; default: TRITON_CACHE_DIR, else ~/.triton/cache."""
 
