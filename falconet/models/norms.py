@@ -194,10 +194,10 @@ def move_once(model: nn.Module, *, micro_batches: int) -> None:
         return
     counts = [0, 0]  # micro-batches of this update; of one that is only captured, which may be given up
 
-    def begin(module: nn.Module, _: Any) -> None:
+    def begin(module: nn.Module, inputs: Any) -> None:
         if not module.training:
             return
-        captures = torch.cuda.is_current_stream_capturing()
+        captures = inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()
         done = counts[captures] = counts[captures] % micro_batches + 1
         for layer, momentum in layers:
             if momentum is not None:  # None: a plain mean over all batches

@@ -159,7 +159,7 @@ class CombinedSGD(torch.optim.Optimizer):
         assert not self._decayed, "zero_grad() twice without step(): velocity and gradient are one tensor"
         self._attach_velocities()
         for group in self.param_groups:
-            velocities = []
+            velocities: list[Tensor] = []
             for p in group["params"]:
                 if p in self.state:
                     velocities.append(p.grad)
@@ -170,7 +170,7 @@ class CombinedSGD(torch.optim.Optimizer):
             if velocities:
                 torch._foreach_mul_(velocities, group["momentum"])
                 # A capture only notes what is to be done, and may fail: then nothing has been done.
-                self._decayed = not torch.cuda.is_current_stream_capturing()
+                self._decayed = not (velocities[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -65,7 +65,8 @@ class CapturedStep:
         model = self._step.moving.model
         tensors = [(t.shape, t.dtype, t.stride()) for batch in micro_batches for t in _tensors(batch)]
         trained = tuple(p.requires_grad for p in model.parameters())
-        return (*tensors, trained, tuple(module.training for module in model.modules()))
+        modes = tuple((module.training, getattr(module, "track_running_stats", False)) for module in model.modules())
+        return (*tensors, trained, modes)
 
     def _eager(self, micro_batches: Sequence[Batch]) -> Update:
         current = torch.cuda.current_stream(self._stream.device)
