@@ -113,7 +113,7 @@ class CapturedStep:
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], device: torch.device) -> None:
-    """End a capture that failed.
+    """End a capture that failed, on its stream.
 
     If CUDA has ended it, torch raises and leaves two things in the middle of it: its allocator, which then no longer
     frees what other streams used, and its generator, which then gives no random numbers at all.
@@ -121,11 +121,12 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], device: torch.d
     try:
         graph.capture_end()
     except RuntimeError:
-        with contextlib.suppress(RuntimeError):  # raised if the allocator has been told
+        with contextlib.suppress(RuntimeError):  # raised if the allocator knows
             torch._C._cuda_endAllocateToPool(device.index, pool)
             torch._C._cuda_releasePool(device.index, pool)
-        generator = torch.cuda.default_generators[device.index]
-        generator.graphsafe_set_state(torch.Generator(device).manual_seed(generator.initial_seed()))
+        another, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        with torch.cuda.graph(another, stream=stream, capture_error_mode="thread_local"):
+            torch.zeros((), device=device)  # the end of any capture tells the generator that none is under way
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
