@@ -1,7 +1,7 @@
 """Captured updates: the same numbers as without a graph, whatever changes between them, and failed captures."""
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +12,13 @@ from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
+from falconet.data.buffers import Batch
 from falconet.parallel.division import Division
 from falconet.train.build import BuiltPhase, open_site
-from falconet.train.capture import WARM
+from falconet.train.capture import WARM, CapturedStep
 from falconet.train.loss import Loss
 from falconet.train.processes import prepare
+from falconet.train.step import Update
 from runs import assert_bitwise, stop_at
 from tiny import TINY
 
@@ -54,6 +56,123 @@ def test_the_switch_has_no_effect_on_a_cpu(falconet):
     answer = falconet(f"train {TINY} --no-capture --plan")
     assert "note: --capture has no effect without --device cuda or auto\n" in answer.out
     assert "updates: " not in answer.out
+
+
+# When they are captured; CUDA only takes notes here.
+
+
+class Notes:
+    """A device that writes down what it is told, and a step on it."""
+
+    def __init__(self, monkeypatch):
+        self.events, self.captures, self.ends, self.note = [], False, True, []
+        stream = SimpleNamespace(wait_stream=lambda other: None, device=torch.device("cuda", 0))
+        notes = self
+
+        class Graph:
+            def capture_begin(self, pool, *, capture_error_mode):
+                notes.captures = True
+                notes.events.append("capture")
+
+            def capture_end(self):
+                notes.captures = False
+                if not notes.ends:
+                    raise RuntimeError("the capture was ended")
+
+            def replay(self):
+                notes.events.append("replay")
+
+        @contextmanager
+        def graph(graph, **_):
+            yield
+            self.events.append("generator reset")
+
+        for name, value in {
+            "Stream": lambda device: stream,
+            "stream": lambda _: nullcontext(),
+            "current_stream": lambda _: stream,
+            "graph_pool_handle": lambda: (0, 1),
+            "CUDAGraph": Graph,
+            "graph": graph,
+            "synchronize": lambda _: None,
+            "empty_cache": lambda: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **more: zeros(*shape, **more))
+        for name in ("endAllocateToPool", "releasePool"):
+            monkeypatch.setattr(
+                torch._C, f"_cuda_{name}", lambda *_, name=name: self.events.append(name), raising=False
+            )
+        self.model = torch.nn.Linear(2, 2)
+        self.moving = SimpleNamespace(model=self.model, at=lambda update, lr: None)
+        self.error = None
+        self.step = CapturedStep(self, stream.device, note=self.note.append)
+
+    def make(self, micro_batches):
+        self.events.append(f"make {len(micro_batches[0].labels)}")
+        if self.captures and self.error:
+            raise self.error
+        return Update(*(torch.tensor(float(number)) for number in range(5)))
+
+    def update(self, size=4):
+        batch = Batch(torch.empty(size, 3, 2, 2), torch.empty(size, dtype=torch.int64), None)
+        return self.step([batch], update=0, lr=0.1)
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    return Notes(monkeypatch)
+
+
+def test_a_shape_is_captured_after_three_updates_and_then_replayed(notes):
+    results = [notes.update() for _ in range(6)]
+    assert notes.events == ["make 4"] * 3 + ["capture", "make 4"] + ["replay"] * 3
+    assert all(result == results[0] for result in results)
+    assert results[-1].loss is not results[-2].loss  # the next replay would overwrite it
+
+
+def test_each_size_and_every_change_of_what_is_trained_has_a_graph(notes):
+    for _ in range(4):
+        notes.update()
+    notes.events.clear()
+    for _ in range(4):
+        notes.update(2)
+    notes.update()
+    assert notes.events == ["make 2"] * 3 + ["capture", "make 2", "replay", "replay"]
+    notes.events.clear()
+    notes.model.bias.requires_grad_(False)
+    for _ in range(4):
+        notes.update()
+    assert notes.events == ["make 4"] * 3 + ["capture", "make 4", "replay"]
+
+
+def test_an_update_that_cannot_be_captured_is_made_without_a_graph_as_all_after_it(notes):
+    notes.error = RuntimeError("CUDA error: operation not permitted\nmore about it")
+    for _ in range(6):
+        notes.update()
+    assert notes.events == ["make 4"] * 3 + ["capture"] + ["make 4"] * 4
+    assert notes.note == [
+        "note: updates are not captured as CUDA graphs, which takes longer: CUDA error: operation not permitted"
+    ]
+
+
+def test_a_capture_that_cuda_ended_leaves_torch_as_it_was(notes):
+    notes.error, notes.ends = RuntimeError("no"), False
+    for _ in range(4):
+        notes.update()
+    assert notes.events[3:] == ["capture", "make 4", "endAllocateToPool", "releasePool", "generator reset", "make 4"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), KeyboardInterrupt()])
+def test_a_shortage_and_an_interruption_are_no_failed_captures(notes, error):
+    for _ in range(3):
+        notes.update()
+    notes.error = error
+    with pytest.raises(type(error)):
+        notes.update()
+    assert (notes.captures, notes.note) == (False, [])
 
 
 # Updates in a row, and compiled kernels.
