@@ -44,6 +44,8 @@ class CapturedStep:
     def __init__(self, step: LocalStep, device: torch.device, *, note: Say) -> None:
         """`note`: gets a line if an update cannot be captured."""
         self._step, self._note = step, note
+        # Listed once: to find them takes as long as a small update.
+        self._weights, self._modules = list(step.moving.model.parameters()), list(step.moving.model.modules())
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()  # one for all shapes: never two graphs run at once
         self._made: Counter[Hashable] = Counter()
@@ -62,10 +64,9 @@ class CapturedStep:
 
     def _shape(self, micro_batches: Sequence[Batch]) -> Hashable:
         """What one graph is for; frozen layers and weights change at most once in a run."""
-        model = self._step.moving.model
         tensors = [(t.shape, t.dtype, t.stride()) for batch in micro_batches for t in _tensors(batch)]
-        trained = tuple(p.requires_grad for p in model.parameters())
-        modes = tuple((module.training, getattr(module, "track_running_stats", False)) for module in model.modules())
+        trained = tuple(p.requires_grad for p in self._weights)
+        modes = tuple((module.training, module.__dict__.get("track_running_stats")) for module in self._modules)
         return (*tensors, trained, modes)
 
     def _eager(self, micro_batches: Sequence[Batch]) -> Update:
