@@ -108,6 +108,17 @@ def loaded(pointer, offsets, inside):
     return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
+HINTS = tl.constexpr(os.environ.get("H", "0") == "1")
+
+
+@triton.jit
+def once(pointer, offsets, inside):
+    """The same for values that are not read again soon."""
+    if HINTS:
+        return tl.load(pointer + offsets, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _sum_moments(x, partial, count, units, joined, tiles, UNIT: tl.constexpr,
                  ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
@@ -180,7 +191,7 @@ def _normalise(y, statistics, shortcut, shortcut_statistics, z, bits, count, uni
         row_of(statistics, 1, channel, channels, there),
         row_of(statistics, 2, channel, channels, there),
     )
-    v = normed(loaded(y, offsets, inside), factor, bias, mean)
+    v = normed(once(y, offsets, inside), factor, bias, mean)
     if ADDS > 0:
         s = loaded(shortcut, offsets, inside)
         if ADDS == 2:
@@ -209,13 +220,17 @@ def bits_of(rows, count, wide, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
-              ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr,
+              ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr, LAST: tl.constexpr,
               ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """The gradient of the sum of norm and shortcut, and y, for one tile. KEPT: the signs are read, not found from y."""
-    d = loaded(dz, offsets, inside)
+    if LAST:
+        d = once(dz, offsets, inside)
+        v = once(y, offsets, inside)
+    else:
+        d = loaded(dz, offsets, inside)
+        v = loaded(y, offsets, inside)
     if TWO:
         d += loaded(dz2, offsets, inside)
-    v = loaded(y, offsets, inside)
     if KEPT:
         places, kept = bits_of(rows, count, wide, COLUMNS)
         eights = tl.load(bits + places, mask=kept, other=0)
@@ -247,7 +262,7 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, shortcut, shortcut_statistic
     for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), loop_unroll_factor=1 if STORES else 2):
         rows, offsets, inside = tile_of(tiles - 1 - number, count, wide, columns, there, ROWS)
         d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
-                         ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
+                         ACT, TWO, KEPT, False, ROWS, COLUMNS)  # fmt: skip
         if STORES:
             stored = d.to(g.dtype.element_ty)
             tl.store(g + offsets, stored, mask=inside)
@@ -311,7 +326,7 @@ def _spread_gradients(dz, dz2, y, bits, statistics, slopes, dy, shortcut, shortc
         row_of(statistics, 2, channel, channels, there),
     )
     d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
-                     ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
+                     ACT, TWO, KEPT, True, ROWS, COLUMNS)  # fmt: skip
     tl.store(dy + offsets, sloped(d, v, slopes, channel, channels, there).to(dy.dtype.element_ty), mask=inside)
     if DOWN:
         s = sloped(d, loaded(shortcut, offsets, inside), shortcut_slopes, channel, channels, there)

@@ -170,15 +170,15 @@ def test_a_fused_network_on_a_gpu_is_as_exact_as_the_plain_one(name, dtype, monk
     found = fusion.fuse(model)
     padded = nn.functional.pad(inputs, (0, 0, 0, 0, 0, found.channels - 3))
     fused = gradients(model, found.model, padded, dtype=dtype)
-    away = [
-        ((each - right).norm() / right.norm()).item() for each in (gradients(plain, plain, inputs, dtype=dtype), fused)
-    ]
-    assert away[1] < 1.5 * away[0] + 1e-4, away
+    moved = {key: value.clone() for key, value in model.named_buffers() if "running" in key}
+    usual = gradients(plain, plain, inputs, dtype=dtype)
+    away, usually = (((each - right).norm() / right.norm()).item() for each in (fused, usual))
+    assert away < 1.5 * usually + 1e-4
     assert torch.equal(fused, gradients(model, found.model, padded, dtype=dtype)), "the same input gave other bits"
-    for (key, a), (_, b) in zip(exact.named_buffers(), model.named_buffers(), strict=True):
-        if "running" in key and dtype is None:  # two passes of the fused one: only the first is compared below
-            assert torch.isfinite(b).all(), key
-            assert a.shape == b.shape
+    for key, value in exact.named_buffers():
+        if key in moved:
+            tolerance = 1e-4 if dtype is None else 0.05
+            torch.testing.assert_close(moved[key].double(), value, rtol=tolerance, atol=tolerance, msg=key)
 
 
 @pytest.mark.gpu
