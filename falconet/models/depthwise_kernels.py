@@ -238,15 +238,17 @@ def _merge(partial, dweight, count, channels, TAPS: tl.constexpr, ROWS: tl.const
 
 @dataclass(frozen=True)
 class Tile:
-    """What a thread takes, and threads of a program."""
+    """What a thread takes, the threads of a program, and the registers that each may use."""
 
     columns: int  # of the result
     channels: int
     lanes: int = 128
+    registers: int | None = None
 
     @property
-    def constants(self) -> dict[str, int | bool]:
-        return {"P": self.columns, "VEC": self.channels, "LANES": self.lanes, "num_warps": self.lanes // 32, **FUSED}
+    def constants(self) -> dict[str, int | bool | None]:
+        limits = {"num_warps": self.lanes // 32, "maxnreg": self.registers, **FUSED}
+        return {"P": self.columns, "VEC": self.channels, "LANES": self.lanes, **limits}
 
 
 @dataclass(frozen=True)
