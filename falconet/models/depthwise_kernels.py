@@ -7,7 +7,7 @@ order: no atomics, so the same input always gives the same bits, on every device
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN202, N803
+# ruff: noqa: ANN001, ANN202, N803, N806
 
 from dataclasses import dataclass
 
@@ -192,7 +192,7 @@ def _sum_products(x, dy, partial, height, width, out_height, out_width, top, lef
         window = ()  # the rows t - 1, t - 2, ... of dy
         for m in tl.static_range(M):
             row = begin - 1 - m
-            there = tl.where(row >= start, out_width, 0)
+            there = tl.where((row >= start) & (row < end), out_width, 0)
             past = _loaded(out + row * out_width * channels, out_column, there, channels, P)
             for p in tl.static_range(P):
                 window += (past[p].to(tl.float32),)
@@ -284,9 +284,10 @@ def _strips(rows: int) -> tuple[int, int]:
     return strips, -(-rows // strips)
 
 
-def transposed(weight: Tensor) -> Tensor:
+def transposed(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """C x 1 x K x K as taps by channels: neighbouring threads then read neighbouring weights."""
-    return weight.detach().reshape(weight.shape[0], -1).t().contiguous()
+    taps = torch.empty((weight[0].numel(), weight.shape[0]), dtype=dtype, device=weight.device)
+    return taps.copy_(weight.detach().flatten(1).t())
 
 
 def forward(x: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | None = None, turn: bool = False) -> Tensor:
@@ -325,7 +326,7 @@ def input_gradient(dy: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | No
     return dx
 
 
-def weight_gradient(x: Tensor, dy: Tensor, shape: Geometry, *, tile: Tile | None = None) -> Tensor:
+def weight_gradient(x: Tensor, dy: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
     """C x 1 x K x K."""
     tile = tile or (Tile(4, 2) if shape.kernel > 3 else Tile(2, 4))
     taps, groups = shape.kernel**2, shape.channels // tile.channels
@@ -334,7 +335,7 @@ def weight_gradient(x: Tensor, dy: Tensor, shape: Geometry, *, tile: Tile | None
     slots = max(1, min(SUMMING // (groups * strips), items))
     slots = -(-items // -(-items // slots))  # as few as take no longer
     partial = torch.empty((strips * slots, taps, shape.channels), device=x.device)
-    dweight = torch.empty((shape.channels, 1, shape.kernel, shape.kernel), dtype=x.dtype, device=x.device)
+    dweight = torch.empty((shape.channels, 1, shape.kernel, shape.kernel), dtype=dtype, device=x.device)
     lanes = slots * groups
     _sum_products[(-(-lanes // tile.lanes) * strips,)](
         x, dy, partial, *shape.sizes, groups, lanes, strips, rows, items, slots,
