@@ -68,16 +68,15 @@ def _fits(x: Tensor) -> bool:
 def _geometry(conv: nn.Conv2d, x: Tensor) -> "Geometry":
     from falconet.models.depthwise_kernels import Geometry  # Triton comes with CUDA only
 
-    (kernel, _), (stride, _) = conv.kernel_size, conv.stride
-    sides, firsts, outs = x.shape[2:], [], []
-    for size, padding in zip(sides, conv.padding, strict=True):
-        if _pads_same(conv):
-            first, last = same_padding(size, kernel=kernel, stride=stride)
-        else:
-            first = last = int(padding)
-        firsts.append(first)
-        outs.append((size + first + last - kernel) // stride + 1)
-    return Geometry(x.shape[0], x.shape[1], *sides, kernel, stride, *firsts, *outs)
+    (images, channels, height, width), kernel, stride = x.shape, conv.kernel_size[0], conv.stride[0]
+    if _pads_same(conv):
+        (above, below), (left, right) = (same_padding(side, kernel=kernel, stride=stride) for side in (height, width))
+    else:
+        assert not isinstance(conv.padding, str)
+        above, left = below, right = conv.padding
+    out_height = (height + above + below - kernel) // stride + 1
+    out_width = (width + left + right - kernel) // stride + 1
+    return Geometry(images, channels, height, width, kernel, stride, above, left, out_height, out_width)
 
 
 class _Depthwise(torch.autograd.Function):
