@@ -10,6 +10,7 @@ order: no atomics, so the same input always gives the same bits, on every device
 # ruff: noqa: ANN001, ANN202, N803, N806
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -216,10 +217,73 @@ def _sum_products(x, dy, partial, height, width, out_height, out_width, top, lef
             window = whole[: M * P]
             tiles = following
             arriving = next_arriving
-    place = (strip * slots + slot).to(tl.int64) * (K * K) * channels + group * VEC
-    there = partial + place[:, None] + tl.arange(0, VEC)[None, :]
+    _store_sums(partial, sums, strip * slots + slot, group, live, channels, K, VEC)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "items", "slots"])
+def _spread_and_sum(x, dy, weight, dx, partial, height, width, out_height, out_width, top, left, groups, lanes, strips,
+                    rows, items, slots, K: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr,
+                    LANES: tl.constexpr):  # fmt: skip
+    """Both gradients of stride 1, which need the same elements of dy for each pixel of x."""
+    COLUMNS: tl.constexpr = P + K - 1
+    channels = groups * VEC
+    strip = tl.program_id(0) % strips
+    lane = tl.program_id(0) // strips * LANES + tl.arange(0, LANES)
+    group, slot, live = lane % groups, lane // groups, lane < lanes
+    across = (width + P - 1) // P
+    start = strip * rows
+    end = tl.minimum(start + rows, height)
+    taps = _taps(weight, group, 0, 1, groups, live, K, VEC)
+    sums = _zeros(K * K, LANES, VEC)
+    for number in range(0, (items + slots - 1) // slots):
+        item = number * slots + slot
+        taken = live & (item < items)
+        image = (item // across).to(tl.int64)
+        in_column = tl.where(taken, item % across * P, width)
+        column = tl.where(taken, in_column + left - (K - 1), out_width)
+        at = _start(dy, image, column, group, out_height, out_width, channels, VEC)
+        into = _start(x, image, in_column, group, height, width, channels, VEC)
+        out = _start(dx, image, in_column, group, height, width, channels, VEC)
+        window = ()  # the rows above those that arrive, the nearest first
+        for m in tl.static_range(1, K):
+            past = _rows(at, start + top - m, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
+            for j in tl.static_range(COLUMNS):
+                window += (past[j].to(tl.float32),)
+        arriving = _rows(at, start + top, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
+        tiles = _rows(into, start, in_column, height, width, channels, 0, end, 1, P)
+        for row in range(start, end):
+            next_arriving = _rows(at, row + 1 + top, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
+            following = _rows(into, row + 1, in_column, height, width, channels, 0, end, 1, P)
+            whole = ()
+            for j in tl.static_range(COLUMNS):
+                whole += (arriving[j].to(tl.float32),)
+            whole += window
+            spread = ()
+            for p in tl.static_range(P):
+                total = tl.zeros((LANES, VEC), tl.float32)
+                for tap in tl.static_range(K * K):
+                    total += whole[tap // K * COLUMNS + p + K - 1 - tap % K] * taps[tap]
+                spread += (total,)
+            there = tl.where(row < end, width, 0)
+            _store(out + row * width * channels, in_column, there, channels, spread, 0, P)
+            added = ()
+            for tap in tl.static_range(K * K):
+                total = sums[tap]
+                for p in tl.static_range(P):
+                    total += tiles[p].to(tl.float32) * whole[tap // K * COLUMNS + p + K - 1 - tap % K]
+                added += (total,)
+            sums = added
+            window = whole[: (K - 1) * COLUMNS]
+            arriving = next_arriving
+            tiles = following
+    _store_sums(partial, sums, strip * slots + slot, group, live, channels, K, VEC)
+
+
+@triton.jit
+def _store_sums(partial, sums, line, group, live, channels, K: tl.constexpr, VEC: tl.constexpr):
+    there = partial + (line.to(tl.int64) * (K * K) * channels + group * VEC)[:, None] + tl.arange(0, VEC)[None, :]
     for tap in tl.static_range(K * K):
-        tl.store(there + tap * channels, sums[tap], mask=(live & (slot < slots))[:, None])
+        tl.store(there + tap * channels, sums[tap], mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["count", "channels"])
@@ -326,24 +390,65 @@ def input_gradient(dy: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | No
     return dx
 
 
-def weight_gradient(x: Tensor, dy: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
+def weight_gradient(
+    x: Tensor, dy: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None
+) -> Tensor:
     """C x 1 x K x K."""
-    tile = tile or (Tile(4, 2) if shape.kernel > 3 else Tile(2, 4))
-    taps, groups = shape.kernel**2, shape.channels // tile.channels
-    strips, rows = _strips(shape.out_height)
-    items = shape.images * -(-shape.out_width // tile.columns)
-    slots = max(1, min(SUMMING // (groups * strips), items))
-    slots = -(-items // -(-items // slots))  # as few as take no longer
-    partial = torch.empty((strips * slots, taps, shape.channels), device=x.device)
-    dweight = torch.empty((shape.channels, 1, shape.kernel, shape.kernel), dtype=dtype, device=x.device)
-    lanes = slots * groups
-    _sum_products[(-(-lanes // tile.lanes) * strips,)](
-        x, dy, partial, *shape.sizes, groups, lanes, strips, rows, items, slots,
-        K=shape.kernel, S=shape.stride, **tile.constants,
-    )  # fmt: skip
-    few = strips * slots <= 256
+    tile = tile or (Tile(2, 2) if shape.kernel > 3 else Tile(2, 4))
+    summed = _Summed.of(shape, tile, rows=shape.out_height, columns=shape.out_width)
+    partial = torch.empty((summed.lines, shape.kernel**2, shape.channels), device=x.device)
+    _sum_products[summed.grid(tile)](
+        x, dy, partial, *shape.sizes, *summed.sizes, K=shape.kernel, S=shape.stride, **tile.constants
+    )
+    return _merged(partial, shape, dtype)
+
+
+def gradients(
+    x: Tensor, dy: Tensor, taps: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of the input and of the weight, for stride 1, in one pass."""
+    tile = tile or Tile(4, 2)
+    dx, summed = torch.empty_like(x), _Summed.of(shape, tile, rows=shape.height, columns=shape.width)
+    partial = torch.empty((summed.lines, shape.kernel**2, shape.channels), device=x.device)
+    _spread_and_sum[summed.grid(tile)](
+        x, dy, taps, dx, partial, *shape.sizes, *summed.sizes, K=shape.kernel, **tile.constants
+    )
+    return dx, _merged(partial, shape, dtype)
+
+
+class _Summed(NamedTuple):
+    """How the threads of a pass that sums share the images."""
+
+    groups: int  # of channels
+    strips: int
+    rows: int  # of a strip
+    items: int  # neighbouring columns of an image
+    slots: int  # threads for each group and strip, which take every slots-th item
+
+    @classmethod
+    def of(cls, shape: Geometry, tile: Tile, *, rows: int, columns: int) -> "_Summed":
+        groups, (strips, rows) = shape.channels // tile.channels, _strips(rows)
+        items = shape.images * -(-columns // tile.columns)
+        slots = max(1, min(SUMMING // (groups * strips), items))
+        return cls(groups, strips, rows, items, -(-items // -(-items // slots)))  # as few as take no longer
+
+    @property
+    def lines(self) -> int:
+        return self.strips * self.slots
+
+    def grid(self, tile: Tile) -> tuple[int]:
+        return (-(-self.slots * self.groups // tile.lanes) * self.strips,)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.groups, self.slots * self.groups, self.strips, self.rows, self.items, self.slots)
+
+
+def _merged(partial: Tensor, shape: Geometry, dtype: torch.dtype) -> Tensor:
+    dweight = torch.empty((shape.channels, 1, shape.kernel, shape.kernel), dtype=dtype, device=partial.device)
+    few = len(partial) <= 256
     merging = {"ROWS": 64, "COLUMNS": 32, "num_warps": 4} if few else {"ROWS": 512, "COLUMNS": 8, "num_warps": 8}
-    _merge[(-(-taps * shape.channels // merging["COLUMNS"]),)](
-        partial, dweight, strips * slots, shape.channels, TAPS=taps, **merging, **FUSED
+    _merge[(-(-partial[0].numel() // merging["COLUMNS"]),)](
+        partial, dweight, len(partial), shape.channels, TAPS=shape.kernel**2, **merging, **FUSED
     )
     return dweight

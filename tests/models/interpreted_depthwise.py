@@ -29,6 +29,9 @@ def errors(shape, *, kernel, stride, above=None, below=None, dtype=torch.float32
         "input": (depthwise_kernels.input_gradient(dy, taps, geometry, tile=tile), leaves[0].grad),
         "weight": (depthwise_kernels.weight_gradient(x, dy, geometry, dtype=torch.float32, tile=tile), leaves[1].grad),
     }
+    if stride == 1:
+        dx, dweight = depthwise_kernels.gradients(x, dy, taps, geometry, dtype=torch.float32)
+        results |= {"input, at once": (dx, leaves[0].grad), "weight, at once": (dweight, leaves[1].grad)}
     return {name: ((a.double() - b).norm() / b.norm()).item() for name, (a, b) in results.items()}
 
 
