@@ -390,9 +390,7 @@ def input_gradient(dy: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | No
     return dx
 
 
-def weight_gradient(
-    x: Tensor, dy: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None
-) -> Tensor:
+def weight_gradient(x: Tensor, dy: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
     """C x 1 x K x K."""
     tile = tile or (Tile(2, 2) if shape.kernel > 3 else Tile(2, 4))
     summed = _Summed.of(shape, tile, rows=shape.out_height, columns=shape.out_width)
