@@ -1,6 +1,5 @@
 """Updates as CUDA graphs: what the host would launch kernel by kernel is replayed as a whole."""
 
-import contextlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from torch import Tensor
 from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.errors import memory_shortage
+from falconet.numerics.capturing import capturing
 from falconet.report.console import Say
 from falconet.train.step import LocalStep, Update
 
@@ -101,33 +101,9 @@ class CapturedStep:
 
     def _captured(self, inputs: Sequence[Batch]) -> _Graph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # Threads of the loader may allocate pinned memory meanwhile, which only concerns them.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                result = self._step.make(inputs)
-                graph.capture_end()
-            except BaseException:
-                _abandon(graph, self._pool, self._stream.device)
-                raise
+        with capturing(graph, stream=self._stream, pool=self._pool):
+            result = self._step.make(inputs)
         return _Graph(graph, inputs, result)
-
-
-def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], device: torch.device) -> None:
-    """End a capture that failed, on its stream.
-
-    If CUDA has ended it, torch raises and leaves two things in the middle of it: its allocator, which then no longer
-    frees what other streams used, and its generator, which then gives no random numbers at all.
-    """
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        with contextlib.suppress(RuntimeError):  # raised if the allocator knows
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-            torch._C._cuda_releasePool(device.index, pool)
-        another, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-        with torch.cuda.graph(another, stream=stream, capture_error_mode="thread_local"):
-            torch.zeros((), device=device)  # the end of any capture tells the generator that none is under way
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
