@@ -230,15 +230,20 @@ class WholeModel:
         return [*recomputed, *self._fused_lines()]
 
     def _fused_lines(self) -> list[str]:
-        if self.setup.device.type != "cuda":
-            return []
-        model, stored = self._model[0], self.recomputation.stored if self.recomputation else ()
-        whole = None if stored else self._fused(model)
-        found = (
-            [fuse(piece) for piece in pieces(model, matching(model, stored))] if stored else [whole] if whole else []
-        )
-        fused, norms = sum(part.fused for part in found), sum(part.norms for part in found)
+        fused, norms = self.fused_norms
         return [f"batch norms: {fused} of {norms} fused with what follows them"] if fused else []
+
+    @cached_property
+    def fused_norms(self) -> tuple[int, int]:
+        """How many norms run fused, and how many there are; those of recomputed segments are fused piece by piece."""
+        if self.setup.device.type != "cuda":
+            return 0, 0
+        model, stored = self._model[0], self.recomputation.stored if self.recomputation else ()
+        if not stored:
+            whole = self._fused(model)
+            return (whole.fused, whole.norms) if whole else (0, 0)
+        parts = [fuse(piece) for piece in pieces(model, matching(model, stored))]
+        return sum(part.fused for part in parts), sum(part.norms for part in parts)
 
     @property
     def _fuses(self) -> bool:
@@ -255,7 +260,7 @@ class WholeModel:
         return found if found.fused else None
 
     def build(self) -> nn.Module:
-        recomputation = self.recomputation  # chosen before the model changes
+        recomputation, _ = self.recomputation, self.fused_norms  # found before the model changes
         model = self.setup.regime.prepare(self._model[0], self.setup.device)
         if recomputation and recomputation.stored:
             if self.setup.device.type == "cuda":

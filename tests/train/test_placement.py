@@ -1,12 +1,19 @@
-"""How a model is placed: the seeds of dropout in replicas and stages."""
+"""How a model is placed: the seeds of dropout in replicas and stages, and what the plan says of fused norms."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from falconet.config.commands import TrainOptions
+from falconet.config.fields import options_of
+from falconet.config.load import load
 from falconet.config.options import Parallel, Run
+from falconet.config.settings import from_line
+from falconet.train import build
 from falconet.train.placement import Setup
+from falconet.train.processes import prepare
+from tiny import TINY
 
 
 def seed(replica: int, stage: int, *, alike: bool) -> int:
@@ -24,3 +31,15 @@ def test_every_process_drops_different_units():
 def test_with_identical_seeding_replicas_drop_the_same_and_stages_different_units(replica):
     assert seed(replica, 0, alike=True) == seed(0, 0, alike=True) == seed(0, 0, alike=False)
     assert seed(replica, 1, alike=True) == seed(0, 1, alike=True) != seed(0, 0, alike=True)
+
+
+@pytest.mark.parametrize("recompute", ["", "--enable-recompute"])
+def test_plan_counts_fused_norms_of_recomputed_segments_too(recompute, monkeypatch):
+    line = f"{TINY} --device cpu {recompute}"
+    launch = prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
+    placement = build.BuiltPhase(launch, build.open_site(launch)).placement
+    assert not any("fused" in words for words in placement.lines())
+    placement = build.BuiltPhase(launch, build.open_site(launch)).placement
+    monkeypatch.setattr(Setup, "device", torch.device("cuda"))
+    norms = sum(isinstance(module, torch.nn.BatchNorm2d) for module in placement._model[0].modules())
+    assert f"batch norms: {norms} of {norms} fused with what follows them" in placement.lines()
