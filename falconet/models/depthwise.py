@@ -10,7 +10,7 @@ from falconet.models.padding import SameConv2d, same_padding
 if TYPE_CHECKING:
     from falconet.models.depthwise_kernels import Geometry
 
-_KERNELS = (3, 5, 7)
+_KERNELS = (3, 5)
 _STRIDES = (1, 2)
 _FORMATS = (torch.float16, torch.bfloat16, torch.float32)
 _CHANNELS = 8  # a multiple of them: threads read 4 to 16 bytes at once
@@ -97,9 +97,10 @@ class _Depthwise(torch.autograd.Function):
         from falconet.models import depthwise_kernels
 
         x, taps = ctx.saved_tensors
-        dy = dy.contiguous(memory_format=torch.channels_last)
-        dx = depthwise_kernels.input_gradient(dy, taps, ctx.geometry) if ctx.needs_input_grad[0] else None
-        dweight = None
-        if ctx.needs_input_grad[1]:
-            dweight = depthwise_kernels.weight_gradient(x, dy, ctx.geometry, dtype=ctx.dtype)
+        dy, shape = dy.contiguous(memory_format=torch.channels_last), ctx.geometry
+        for_input, for_weight, _ = ctx.needs_input_grad
+        if for_input and for_weight and depthwise_kernels.gains_at_once(shape):
+            return (*depthwise_kernels.gradients(x, dy, taps, shape, dtype=ctx.dtype), None)
+        dx = depthwise_kernels.input_gradient(dy, taps, shape) if for_input else None
+        dweight = depthwise_kernels.weight_gradient(x, dy, shape, dtype=ctx.dtype) if for_weight else None
         return dx, dweight, None

@@ -20,7 +20,7 @@ from torch import Tensor
 from falconet.numerics.kernels import FUSED
 
 VECTOR = 8  # the number of channels is a multiple of it
-STRIP = 32  # rows of the result that a thread walks, at most; each strip reads the rows of its border again
+STRIP = {3: 32, 5: 64}  # rows that a thread walks, at most; each strip reads the rows of its border again
 SUMMING = 132 * 512  # threads that sum a weight's gradient: four warps for each scheduler of an H100; changes bits
 SIZES = ["height", "width", "out_height", "out_width", "top", "left", "groups", "lanes", "strips", "rows"]
 
@@ -86,9 +86,20 @@ def _rows(at, t, column, height, width, channels, top, until, S: tl.constexpr, C
     return tiles
 
 
+@triton.jit
+def _queue(at, t, column, height, width, channels, top, until,
+           S: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """The rows from t on that are on their way while earlier ones are used."""
+    tiles = ()
+    for ahead in tl.static_range(AHEAD):
+        tiles += _rows(at, t + ahead, column, height, width, channels, top, until, S, COUNT)
+    return tiles
+
+
 @triton.jit(do_not_specialize=[*SIZES, "first", "step"])
 def _convolve(x, weight, y, height, width, out_height, out_width, top, left, groups, lanes, strips, rows, first, step,
-              K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+              K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
+              AHEAD: tl.constexpr):  # fmt: skip
     """P columns of the result for each thread; sums of row t - m are at m * P when row t's inputs are read."""
     M: tl.constexpr = (K - 1) // S
     COLUMNS: tl.constexpr = S * (P - 1) + K
@@ -105,9 +116,9 @@ def _convolve(x, weight, y, height, width, out_height, out_width, top, left, gro
     begin = tl.maximum(start, top // S)
     until = tl.minimum(end + M, (height - 1 + top) // S + 1)
     sums = _zeros((M + 1) * P, LANES, VEC)
-    tiles = _rows(at, begin, column, height, width, channels, top, until, S, COLUMNS)
+    tiles = _queue(at, begin, column, height, width, channels, top, until, S, COLUMNS, AHEAD)
     for t in range(begin, until):
-        following = _rows(at, t + 1, column, height, width, channels, top, until, S, COLUMNS)
+        following = _rows(at, t + AHEAD, column, height, width, channels, top, until, S, COLUMNS)
         added = ()
         for i in tl.static_range((M + 1) * P):
             total = sums[i]
@@ -120,7 +131,7 @@ def _convolve(x, weight, y, height, width, out_height, out_width, top, left, gro
         there = tl.where(t - M >= start, out_width, 0)
         _store(out + (t - M) * out_width * channels, out_column, there, channels, added, M * P, P)
         sums = _zeros(P, LANES, VEC) + added[: M * P]
-        tiles = following
+        tiles = tiles[S * COLUMNS :] + following
     for t in range(until, end + M):  # below the image
         there = tl.where(t - M >= start, out_width, 0)
         _store(out + (t - M) * out_width * channels, out_column, there, channels, sums, M * P, P)
@@ -129,7 +140,8 @@ def _convolve(x, weight, y, height, width, out_height, out_width, top, left, gro
 
 @triton.jit(do_not_specialize=SIZES)
 def _spread(dy, weight, dx, height, width, out_height, out_width, top, left, groups, lanes, strips, rows,
-            K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+            K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
+              AHEAD: tl.constexpr):  # fmt: skip
     """The input's gradient, S x P columns for each thread, where a row of dy adds to K rows from S * row - top on."""
     M: tl.constexpr = (K - 1) // S
     COLUMNS: tl.constexpr = P + M
@@ -146,9 +158,9 @@ def _spread(dy, weight, dx, height, width, out_height, out_width, top, left, gro
     end = tl.minimum(start + rows, (height + top + S - 1) // S)
     begin = tl.maximum(start - M, 0)
     sums = _zeros(K * S * P, LANES, VEC)
-    tiles = _rows(at, begin, column, out_height, out_width, channels, 0, end, 1, COLUMNS)
+    tiles = _queue(at, begin, column, out_height, out_width, channels, 0, end, 1, COLUMNS, AHEAD)
     for t in range(begin, end):
-        following = _rows(at, t + 1, column, out_height, out_width, channels, 0, end, 1, COLUMNS)
+        following = _rows(at, t + AHEAD, column, out_height, out_width, channels, 0, end, 1, COLUMNS)
         added = ()
         for i in tl.static_range(K * S * P):  # row ky, then column w of the thread
             total = sums[i]
@@ -162,13 +174,13 @@ def _spread(dy, weight, dx, height, width, out_height, out_width, top, left, gro
             there = tl.where((t >= start) & (row >= 0) & (row < height), width, 0)
             _store(out + row * width * channels, in_column, there, channels, added, s * S * P, S * P)
         sums = added[S * S * P :] + _zeros(S * S * P, LANES, VEC)
-        tiles = following
+        tiles = tiles[COLUMNS:] + following
 
 
 @triton.jit(do_not_specialize=[*SIZES, "items", "slots"])
 def _sum_products(x, dy, partial, height, width, out_height, out_width, top, left, groups, lanes, strips, rows,
                   items, slots, K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr,
-                  LANES: tl.constexpr):  # fmt: skip
+                  LANES: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
     """Sums for the weight's gradient, of the items slot, slot + slots, ...: P columns of one image each."""
     M: tl.constexpr = (K - 1) // S
     COLUMNS: tl.constexpr = S * (P - 1) + K
@@ -197,11 +209,11 @@ def _sum_products(x, dy, partial, height, width, out_height, out_width, top, lef
             past = _loaded(out + row * out_width * channels, out_column, there, channels, P)
             for p in tl.static_range(P):
                 window += (past[p].to(tl.float32),)
-        tiles = _rows(at, begin, column, height, width, channels, top, until, S, COLUMNS)
-        arriving = _rows(out, begin, out_column, out_height, out_width, channels, 0, end, 1, P)
+        tiles = _queue(at, begin, column, height, width, channels, top, until, S, COLUMNS, AHEAD)
+        arriving = _queue(out, begin, out_column, out_height, out_width, channels, 0, end, 1, P, AHEAD)
         for t in range(begin, until):
-            following = _rows(at, t + 1, column, height, width, channels, top, until, S, COLUMNS)
-            next_arriving = _rows(out, t + 1, out_column, out_height, out_width, channels, 0, end, 1, P)
+            following = _rows(at, t + AHEAD, column, height, width, channels, top, until, S, COLUMNS)
+            next_arriving = _rows(out, t + AHEAD, out_column, out_height, out_width, channels, 0, end, 1, P)
             whole = ()
             for p in tl.static_range(P):
                 whole += (arriving[p].to(tl.float32),)
@@ -215,15 +227,15 @@ def _sum_products(x, dy, partial, height, width, out_height, out_width, top, lef
                 added += (total,)
             sums = added
             window = whole[: M * P]
-            tiles = following
-            arriving = next_arriving
+            tiles = tiles[S * COLUMNS :] + following
+            arriving = arriving[P:] + next_arriving
     _store_sums(partial, sums, strip * slots + slot, group, live, channels, K, VEC)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "items", "slots"])
 def _spread_and_sum(x, dy, weight, dx, partial, height, width, out_height, out_width, top, left, groups, lanes, strips,
                     rows, items, slots, K: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr,
-                    LANES: tl.constexpr):  # fmt: skip
+                    LANES: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
     """Both gradients of stride 1, which need the same elements of dy for each pixel of x."""
     COLUMNS: tl.constexpr = P + K - 1
     channels = groups * VEC
@@ -249,11 +261,12 @@ def _spread_and_sum(x, dy, weight, dx, partial, height, width, out_height, out_w
             past = _rows(at, start + top - m, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
             for j in tl.static_range(COLUMNS):
                 window += (past[j].to(tl.float32),)
-        arriving = _rows(at, start + top, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
-        tiles = _rows(into, start, in_column, height, width, channels, 0, end, 1, P)
+        arriving = _queue(at, start + top, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS, AHEAD)
+        tiles = _queue(into, start, in_column, height, width, channels, 0, end, 1, P, AHEAD)
         for row in range(start, end):
-            next_arriving = _rows(at, row + 1 + top, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
-            following = _rows(into, row + 1, in_column, height, width, channels, 0, end, 1, P)
+            below = row + top + AHEAD
+            next_arriving = _rows(at, below, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
+            following = _rows(into, row + AHEAD, in_column, height, width, channels, 0, end, 1, P)
             whole = ()
             for j in tl.static_range(COLUMNS):
                 whole += (arriving[j].to(tl.float32),)
@@ -274,8 +287,8 @@ def _spread_and_sum(x, dy, weight, dx, partial, height, width, out_height, out_w
                 added += (total,)
             sums = added
             window = whole[: (K - 1) * COLUMNS]
-            arriving = next_arriving
-            tiles = following
+            arriving = arriving[COLUMNS:] + next_arriving
+            tiles = tiles[P:] + following
     _store_sums(partial, sums, strip * slots + slot, group, live, channels, K, VEC)
 
 
@@ -302,17 +315,24 @@ def _merge(partial, dweight, count, channels, TAPS: tl.constexpr, ROWS: tl.const
 
 @dataclass(frozen=True)
 class Tile:
-    """What a thread takes, the threads of a program, and the registers that each may use."""
+    """What a thread takes, and the threads of a program."""
 
     columns: int  # of the result
     channels: int
+    ahead: int = 1  # rows that are read before they are used
     lanes: int = 128
-    registers: int | None = None
 
     @property
-    def constants(self) -> dict[str, int | bool | None]:
-        limits = {"num_warps": self.lanes // 32, "maxnreg": self.registers, **FUSED}
-        return {"P": self.columns, "VEC": self.channels, "LANES": self.lanes, **limits}
+    def constants(self) -> dict[str, int | bool]:
+        sizes = {"P": self.columns, "VEC": self.channels, "LANES": self.lanes, "AHEAD": self.ahead}
+        return {**sizes, "num_warps": self.lanes // 32, **FUSED}
+
+
+# The fastest of those tried on an H200, on the layers of EfficientNet-B0, B4 and MobileNetV3 (docs/maintaining/log.md).
+FORWARD = {(3, 1): Tile(4, 2), (3, 2): Tile(2, 4), (5, 1): Tile(4, 2), (5, 2): Tile(2, 2)}
+SPREAD = {3: Tile(1, 4), 5: Tile(2, 2)}
+SUMMED = {(3, 1): Tile(2, 4), (3, 2): Tile(2, 4), (5, 1): Tile(4, 2), (5, 2): Tile(4, 2)}
+BOTH = Tile(4, 2)  # gradients of 3 x 3 kernels
 
 
 @dataclass(frozen=True)
@@ -342,9 +362,9 @@ class Geometry:
         return (self.height, self.width, self.out_height, self.out_width, self.top, self.left)
 
 
-def _strips(rows: int) -> tuple[int, int]:
+def _strips(rows: int, kernel: int) -> tuple[int, int]:
     """Their number, and the rows of each."""
-    strips = -(-rows // STRIP)
+    strips = -(-rows // STRIP[kernel])
     return strips, -(-rows // strips)
 
 
@@ -356,14 +376,14 @@ def transposed(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def forward(x: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | None = None, turn: bool = False) -> Tensor:
     """`taps`: see `transposed`; `turn` rotates the kernel by half a turn."""
-    tile = tile or (Tile(4, 2) if shape.kernel > 3 else Tile(2, 4))
+    tile = tile or FORWARD[shape.kernel, shape.stride]
     y = torch.empty(
         (shape.images, shape.channels, shape.out_height, shape.out_width),
         dtype=x.dtype, device=x.device, memory_format=torch.channels_last,
     )  # fmt: skip
     groups = shape.channels // tile.channels
     lanes = shape.images * -(-shape.out_width // tile.columns) * groups
-    strips, rows = _strips(shape.out_height)
+    strips, rows = _strips(shape.out_height, shape.kernel)
     first, step = (shape.kernel**2 - 1, -1) if turn else (0, 1)
     _convolve[(-(-lanes // tile.lanes) * strips,)](
         x, taps, y, *shape.sizes, groups, lanes, strips, rows, first, step,
@@ -375,7 +395,7 @@ def forward(x: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | None = Non
 def input_gradient(dy: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | None = None) -> Tensor:
     if shape.stride == 1:
         return forward(dy, taps, shape.turned(), tile=tile, turn=True)
-    tile = tile or (Tile(1, 2) if shape.kernel > 3 else Tile(1, 4))
+    tile = tile or SPREAD[shape.kernel]
     dx = torch.empty(
         (shape.images, shape.channels, shape.height, shape.width),
         dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last,
@@ -383,7 +403,7 @@ def input_gradient(dy: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | No
     groups = shape.channels // tile.channels
     across = -(-(shape.width + shape.left) // (shape.stride * tile.columns))
     lanes = shape.images * across * groups
-    strips, rows = _strips(-(-(shape.height + shape.top) // shape.stride))
+    strips, rows = _strips(-(-(shape.height + shape.top) // shape.stride), shape.kernel)
     _spread[(-(-lanes // tile.lanes) * strips,)](
         dy, taps, dx, *shape.sizes, groups, lanes, strips, rows, K=shape.kernel, S=shape.stride, **tile.constants
     )
@@ -392,7 +412,7 @@ def input_gradient(dy: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | No
 
 def weight_gradient(x: Tensor, dy: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
     """C x 1 x K x K."""
-    tile = tile or (Tile(2, 2) if shape.kernel > 3 else Tile(2, 4))
+    tile = tile or SUMMED[shape.kernel, shape.stride]
     summed = _Summed.of(shape, tile, rows=shape.out_height, columns=shape.out_width)
     partial = torch.empty((summed.lines, shape.kernel**2, shape.channels), device=x.device)
     _sum_products[summed.grid(tile)](
@@ -401,11 +421,16 @@ def weight_gradient(x: Tensor, dy: Tensor, shape: Geometry, *, dtype: torch.dtyp
     return _merged(partial, shape, dtype)
 
 
+def gains_at_once(shape: Geometry) -> bool:
+    """Whether one pass for both gradients is faster than two: for 5 x 5 it would need too many registers."""
+    return shape.kernel == 3 and shape.stride == 1
+
+
 def gradients(
     x: Tensor, dy: Tensor, taps: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """Of the input and of the weight, for stride 1, in one pass."""
-    tile = tile or Tile(4, 2)
+    tile = tile or BOTH
     dx, summed = torch.empty_like(x), _Summed.of(shape, tile, rows=shape.height, columns=shape.width)
     partial = torch.empty((summed.lines, shape.kernel**2, shape.channels), device=x.device)
     _spread_and_sum[summed.grid(tile)](
@@ -425,7 +450,7 @@ class _Summed(NamedTuple):
 
     @classmethod
     def of(cls, shape: Geometry, tile: Tile, *, rows: int, columns: int) -> "_Summed":
-        groups, (strips, rows) = shape.channels // tile.channels, _strips(rows)
+        groups, (strips, rows) = shape.channels // tile.channels, _strips(rows, shape.kernel)
         items = shape.images * -(-columns // tile.columns)
         slots = max(1, min(SUMMING // (groups * strips), items))
         return cls(groups, strips, rows, items, -(-items // -(-items // slots)))  # as few as take no longer
