@@ -15,7 +15,8 @@ from falconet.models.padding import SameConv2d
 CASES = [
     *(f"{kernel} x {kernel}, stride {stride}" for kernel in (3, 5) for stride in (1, 2)),
     *("SAME padding of an even side", "SAME padding, 5 x 5", "no padding", "one pixel", "fp16"),
-    *("one column of eight channels", "layer", "layer with SAME padding", "strips", "strips, stride 2"),
+    *("layer", "layer with SAME padding", "layer whose weight is frozen"),
+    *("one column of eight channels", "strips", "strips, stride 2"),
 ]
 
 
