@@ -20,7 +20,7 @@ from torch import Tensor
 from falconet.numerics.kernels import FUSED
 
 VECTOR = 8  # the number of channels is a multiple of it
-STRIP = {3: 32, 5: 64}  # rows that a thread walks, at most; each strip reads the rows of its border again
+STRIP = 32  # rows that a thread walks, at most; each strip reads the rows of its border again
 SUMMING = 132 * 512  # threads that sum a weight's gradient: four warps for each scheduler of an H100; changes bits
 SIZES = ["height", "width", "out_height", "out_width", "top", "left", "groups", "lanes", "strips", "rows"]
 
@@ -86,20 +86,9 @@ def _rows(at, t, column, height, width, channels, top, until, S: tl.constexpr, C
     return tiles
 
 
-@triton.jit
-def _queue(at, t, column, height, width, channels, top, until,
-           S: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    """The rows from t on that are on their way while earlier ones are used."""
-    tiles = ()
-    for ahead in tl.static_range(AHEAD):
-        tiles += _rows(at, t + ahead, column, height, width, channels, top, until, S, COUNT)
-    return tiles
-
-
 @triton.jit(do_not_specialize=[*SIZES, "first", "step"])
 def _convolve(x, weight, y, height, width, out_height, out_width, top, left, groups, lanes, strips, rows, first, step,
-              K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
-              AHEAD: tl.constexpr):  # fmt: skip
+              K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
     """P columns of the result for each thread; sums of row t - m are at m * P when row t's inputs are read."""
     M: tl.constexpr = (K - 1) // S
     COLUMNS: tl.constexpr = S * (P - 1) + K
@@ -116,9 +105,9 @@ def _convolve(x, weight, y, height, width, out_height, out_width, top, left, gro
     begin = tl.maximum(start, top // S)
     until = tl.minimum(end + M, (height - 1 + top) // S + 1)
     sums = _zeros((M + 1) * P, LANES, VEC)
-    tiles = _queue(at, begin, column, height, width, channels, top, until, S, COLUMNS, AHEAD)
+    tiles = _rows(at, begin, column, height, width, channels, top, until, S, COLUMNS)
     for t in range(begin, until):
-        following = _rows(at, t + AHEAD, column, height, width, channels, top, until, S, COLUMNS)
+        following = _rows(at, t + 1, column, height, width, channels, top, until, S, COLUMNS)
         added = ()
         for i in tl.static_range((M + 1) * P):
             total = sums[i]
@@ -131,7 +120,7 @@ def _convolve(x, weight, y, height, width, out_height, out_width, top, left, gro
         there = tl.where(t - M >= start, out_width, 0)
         _store(out + (t - M) * out_width * channels, out_column, there, channels, added, M * P, P)
         sums = _zeros(P, LANES, VEC) + added[: M * P]
-        tiles = tiles[S * COLUMNS :] + following
+        tiles = following
     for t in range(until, end + M):  # below the image
         there = tl.where(t - M >= start, out_width, 0)
         _store(out + (t - M) * out_width * channels, out_column, there, channels, sums, M * P, P)
@@ -140,8 +129,7 @@ def _convolve(x, weight, y, height, width, out_height, out_width, top, left, gro
 
 @triton.jit(do_not_specialize=SIZES)
 def _spread(dy, weight, dx, height, width, out_height, out_width, top, left, groups, lanes, strips, rows,
-            K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
-              AHEAD: tl.constexpr):  # fmt: skip
+            K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
     """The input's gradient, S x P columns for each thread, where a row of dy adds to K rows from S * row - top on."""
     M: tl.constexpr = (K - 1) // S
     COLUMNS: tl.constexpr = P + M
@@ -158,9 +146,9 @@ def _spread(dy, weight, dx, height, width, out_height, out_width, top, left, gro
     end = tl.minimum(start + rows, (height + top + S - 1) // S)
     begin = tl.maximum(start - M, 0)
     sums = _zeros(K * S * P, LANES, VEC)
-    tiles = _queue(at, begin, column, out_height, out_width, channels, 0, end, 1, COLUMNS, AHEAD)
+    tiles = _rows(at, begin, column, out_height, out_width, channels, 0, end, 1, COLUMNS)
     for t in range(begin, end):
-        following = _rows(at, t + AHEAD, column, out_height, out_width, channels, 0, end, 1, COLUMNS)
+        following = _rows(at, t + 1, column, out_height, out_width, channels, 0, end, 1, COLUMNS)
         added = ()
         for i in tl.static_range(K * S * P):  # row ky, then column w of the thread
             total = sums[i]
@@ -174,13 +162,13 @@ def _spread(dy, weight, dx, height, width, out_height, out_width, top, left, gro
             there = tl.where((t >= start) & (row >= 0) & (row < height), width, 0)
             _store(out + row * width * channels, in_column, there, channels, added, s * S * P, S * P)
         sums = added[S * S * P :] + _zeros(S * S * P, LANES, VEC)
-        tiles = tiles[COLUMNS:] + following
+        tiles = following
 
 
 @triton.jit(do_not_specialize=[*SIZES, "items", "slots"])
 def _sum_products(x, dy, partial, height, width, out_height, out_width, top, left, groups, lanes, strips, rows,
                   items, slots, K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr,
-                  LANES: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+                  LANES: tl.constexpr):  # fmt: skip
     """Sums for the weight's gradient, of the items slot, slot + slots, ...: P columns of one image each."""
     M: tl.constexpr = (K - 1) // S
     COLUMNS: tl.constexpr = S * (P - 1) + K
@@ -209,11 +197,11 @@ def _sum_products(x, dy, partial, height, width, out_height, out_width, top, lef
             past = _loaded(out + row * out_width * channels, out_column, there, channels, P)
             for p in tl.static_range(P):
                 window += (past[p].to(tl.float32),)
-        tiles = _queue(at, begin, column, height, width, channels, top, until, S, COLUMNS, AHEAD)
-        arriving = _queue(out, begin, out_column, out_height, out_width, channels, 0, end, 1, P, AHEAD)
+        tiles = _rows(at, begin, column, height, width, channels, top, until, S, COLUMNS)
+        arriving = _rows(out, begin, out_column, out_height, out_width, channels, 0, end, 1, P)
         for t in range(begin, until):
-            following = _rows(at, t + AHEAD, column, height, width, channels, top, until, S, COLUMNS)
-            next_arriving = _rows(out, t + AHEAD, out_column, out_height, out_width, channels, 0, end, 1, P)
+            following = _rows(at, t + 1, column, height, width, channels, top, until, S, COLUMNS)
+            next_arriving = _rows(out, t + 1, out_column, out_height, out_width, channels, 0, end, 1, P)
             whole = ()
             for p in tl.static_range(P):
                 whole += (arriving[p].to(tl.float32),)
@@ -227,15 +215,15 @@ def _sum_products(x, dy, partial, height, width, out_height, out_width, top, lef
                 added += (total,)
             sums = added
             window = whole[: M * P]
-            tiles = tiles[S * COLUMNS :] + following
-            arriving = arriving[P:] + next_arriving
+            tiles = following
+            arriving = next_arriving
     _store_sums(partial, sums, strip * slots + slot, group, live, channels, K, VEC)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "items", "slots"])
 def _spread_and_sum(x, dy, weight, dx, partial, height, width, out_height, out_width, top, left, groups, lanes, strips,
                     rows, items, slots, K: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr,
-                    LANES: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+                    LANES: tl.constexpr):  # fmt: skip
     """Both gradients of stride 1, which need the same elements of dy for each pixel of x."""
     COLUMNS: tl.constexpr = P + K - 1
     channels = groups * VEC
@@ -261,12 +249,12 @@ def _spread_and_sum(x, dy, weight, dx, partial, height, width, out_height, out_w
             past = _rows(at, start + top - m, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
             for j in tl.static_range(COLUMNS):
                 window += (past[j].to(tl.float32),)
-        arriving = _queue(at, start + top, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS, AHEAD)
-        tiles = _queue(into, start, in_column, height, width, channels, 0, end, 1, P, AHEAD)
+        arriving = _rows(at, start + top, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
+        tiles = _rows(into, start, in_column, height, width, channels, 0, end, 1, P)
         for row in range(start, end):
-            below = row + top + AHEAD
+            below = row + top + 1
             next_arriving = _rows(at, below, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
-            following = _rows(into, row + AHEAD, in_column, height, width, channels, 0, end, 1, P)
+            following = _rows(into, row + 1, in_column, height, width, channels, 0, end, 1, P)
             whole = ()
             for j in tl.static_range(COLUMNS):
                 whole += (arriving[j].to(tl.float32),)
@@ -287,8 +275,8 @@ def _spread_and_sum(x, dy, weight, dx, partial, height, width, out_height, out_w
                 added += (total,)
             sums = added
             window = whole[: (K - 1) * COLUMNS]
-            arriving = arriving[COLUMNS:] + next_arriving
-            tiles = tiles[P:] + following
+            arriving = next_arriving
+            tiles = following
     _store_sums(partial, sums, strip * slots + slot, group, live, channels, K, VEC)
 
 
@@ -319,16 +307,16 @@ class Tile:
 
     columns: int  # of the result
     channels: int
-    ahead: int = 1  # rows that are read before they are used
     lanes: int = 128
 
     @property
     def constants(self) -> dict[str, int | bool]:
-        sizes = {"P": self.columns, "VEC": self.channels, "LANES": self.lanes, "AHEAD": self.ahead}
+        sizes = {"P": self.columns, "VEC": self.channels, "LANES": self.lanes}
         return {**sizes, "num_warps": self.lanes // 32, **FUSED}
 
 
-# The fastest of those tried on an H200, on the layers of EfficientNet-B0, B4 and MobileNetV3 (docs/maintaining/log.md).
+# The fastest of those tried on an H200, on the layers of EfficientNet-B0, B4 and MobileNetV3 (docs/maintaining/log.md). Four
+# columns would save a tenth of the forward pass of 5 x 5 kernels with stride 2, and take twice as long to compile.
 FORWARD = {(3, 1): Tile(4, 2), (3, 2): Tile(2, 4), (5, 1): Tile(4, 2), (5, 2): Tile(2, 2)}
 SPREAD = {3: Tile(1, 4), 5: Tile(2, 2)}
 SUMMED = {(3, 1): Tile(2, 4), (3, 2): Tile(2, 4), (5, 1): Tile(4, 2), (5, 2): Tile(4, 2)}
@@ -362,9 +350,9 @@ class Geometry:
         return (self.height, self.width, self.out_height, self.out_width, self.top, self.left)
 
 
-def _strips(rows: int, kernel: int) -> tuple[int, int]:
+def _strips(rows: int) -> tuple[int, int]:
     """Their number, and the rows of each."""
-    strips = -(-rows // STRIP[kernel])
+    strips = -(-rows // STRIP)
     return strips, -(-rows // strips)
 
 
@@ -383,7 +371,7 @@ def forward(x: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | None = Non
     )  # fmt: skip
     groups = shape.channels // tile.channels
     lanes = shape.images * -(-shape.out_width // tile.columns) * groups
-    strips, rows = _strips(shape.out_height, shape.kernel)
+    strips, rows = _strips(shape.out_height)
     first, step = (shape.kernel**2 - 1, -1) if turn else (0, 1)
     _convolve[(-(-lanes // tile.lanes) * strips,)](
         x, taps, y, *shape.sizes, groups, lanes, strips, rows, first, step,
@@ -403,7 +391,7 @@ def input_gradient(dy: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | No
     groups = shape.channels // tile.channels
     across = -(-(shape.width + shape.left) // (shape.stride * tile.columns))
     lanes = shape.images * across * groups
-    strips, rows = _strips(-(-(shape.height + shape.top) // shape.stride), shape.kernel)
+    strips, rows = _strips(-(-(shape.height + shape.top) // shape.stride))
     _spread[(-(-lanes // tile.lanes) * strips,)](
         dy, taps, dx, *shape.sizes, groups, lanes, strips, rows, K=shape.kernel, S=shape.stride, **tile.constants
     )
@@ -450,7 +438,7 @@ class _Summed(NamedTuple):
 
     @classmethod
     def of(cls, shape: Geometry, tile: Tile, *, rows: int, columns: int) -> "_Summed":
-        groups, (strips, rows) = shape.channels // tile.channels, _strips(rows, shape.kernel)
+        groups, (strips, rows) = shape.channels // tile.channels, _strips(rows)
         items = shape.images * -(-columns // tile.columns)
         slots = max(1, min(SUMMING // (groups * strips), items))
         return cls(groups, strips, rows, items, -(-items // -(-items // slots)))  # as few as take no longer

@@ -71,7 +71,7 @@ if __name__ == "__main__":
     found["layer"] = layer_errors(conv, (2, 8, 6, 7))
     found["layer with SAME padding"] = layer_errors(SameConv2d(8, 8, 3, 2, groups=8, bias=False), (2, 8, 6, 8))
     found["layer whose weight is frozen"] = layer_errors(conv.requires_grad_(False), (2, 8, 6, 7))
-    depthwise_kernels.STRIP, depthwise_kernels.SUMMING = {3: 3, 5: 3}, 40
+    depthwise_kernels.STRIP, depthwise_kernels.SUMMING = 3, 40
     found["strips"] = errors((3, 16, 8, 5), kernel=3, stride=1)
     found["strips, stride 2"] = errors((3, 16, 11, 5), kernel=5, stride=2)
     print(json.dumps(found))
