@@ -315,8 +315,8 @@ class Tile:
         return {**sizes, "num_warps": self.lanes // 32, **FUSED}
 
 
-# The fastest of those tried on an H200, on the layers of EfficientNet-B0, B4 and MobileNetV3 (docs/maintaining/log.md). Four
-# columns would save a tenth of the forward pass of 5 x 5 kernels with stride 2, and take twice as long to compile.
+# The fastest of those tried on an H200, on the layers of EfficientNet-B0, B4 and MobileNetV3 (docs/maintaining/log.md).
+# Four columns would save a tenth of the forward pass of 5 x 5 kernels with stride 2, and take twice as long to compile.
 FORWARD = {(3, 1): Tile(4, 2), (3, 2): Tile(2, 4), (5, 1): Tile(4, 2), (5, 2): Tile(2, 2)}
 SPREAD = {3: Tile(1, 4), 5: Tile(2, 2)}
 SUMMED = {(3, 1): Tile(2, 4), (3, 2): Tile(2, 4), (5, 1): Tile(4, 2), (5, 2): Tile(4, 2)}

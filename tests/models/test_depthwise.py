@@ -77,6 +77,11 @@ def test_the_convolution_itself_runs_on_the_cpu():
     assert [*layer.parameters()] == [conv.weight]
 
 
+def test_shapes_are_found_without_a_device():
+    layer = DepthwiseConv(conv_of(stride=2)).to("meta")
+    assert layer(torch.empty(2, 16, 7, 6, device="meta")).shape == (2, 16, 4, 3)
+
+
 def relative(value, exact):
     return ((value.double() - exact).norm() / exact.norm()).item()
 
@@ -88,7 +93,7 @@ def gradients(layer, conv, x, dy):
     return y.detach(), x.grad, conv.weight.grad
 
 
-ERRORS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+ERRORS = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
 @pytest.mark.gpu
