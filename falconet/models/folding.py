@@ -1,0 +1,277 @@
+"""Batch norm folded into the convolutions before it, for a model that only predicts.
+
+A norm in evaluation mode is a product and a sum per channel: the product goes into the convolution's weights, the sum
+is its bias. What follows (a residual sum, an activation, squeeze and excite) runs with the bias: in cuDNN's own kernel
+after the convolution, in one more pass by Triton, or, on a CPU, in place.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from falconet.errors import ConfigError
+from falconet.models.fused_batchnorm import ACTIVATIONS, FusedExcitation, FusedNorm
+from falconet.models.fusion import fuse
+from falconet.models.padding import PADDED_CHANNELS, PaddedConv2d, SameConv2d, SamePaddedConv2d
+from falconet.numerics.segments import trace
+
+# Known by name: timm takes two seconds to import, and the CIFAR networks do not need it.
+_CONVOLUTIONS = ("Conv2d", "PaddedConv2d", "SameConv2d", "SamePaddedConv2d", "Conv2dSame")
+_NORMS = ("BatchNorm2d", "BatchNormAct2d", "OnePassBatchNorm2d")
+_NOTHING = ("Identity", "Dropout", "Dropout2d", "DropPath")  # in evaluation
+
+
+@dataclass(frozen=True)
+class Folding:
+    """A model for evaluation whose norms are folded, and how many of them are."""
+
+    model: nn.Module  # shares what was not changed with the model that it was made from
+    folded: int
+    norms: int
+
+
+@torch.no_grad()
+def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
+    """A copy of the model that computes in `dtype`; the model itself if it cannot be traced, or has no batch norm.
+
+    The copy has the weights of this moment. They are folded in fp32 and rounded once.
+    """
+    norms = sum(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
+    if not norms:
+        return Folding(model, 0, 0)
+    try:
+        traced = trace(model, training=False)
+    except ConfigError:
+        return Folding(model, 0, norms)
+    made = fuse(_without_training(traced)).model
+    folded = sum(_fold_at(made, node, dtype) for node in [*made.graph.nodes])
+    if not folded:
+        return Folding(model, 0, norms)
+    for node in made.graph.nodes:
+        layer = _layer(made, node)
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            made.set_submodule(str(node.target), cast(layer, dtype))
+    made.graph.lint()
+    made.recompile()
+    made.delete_all_unused_submodules()
+    return Folding(made.eval(), folded, norms)
+
+
+class FoldedConv2d(nn.Module):
+    """act(conv(x) + shortcut), times what `excite` makes of its mean over each image's pixels."""
+
+    table: Tensor
+
+    def __init__(self, conv: nn.Conv2d, *, act: nn.Module | None = None, excite: nn.Module | None = None) -> None:
+        """`conv`: with the norm in its weight and bias."""
+        super().__init__()
+        self.conv, self.excite = conv, excite
+        self.act = _in_place(nn.Identity() if act is None else act)
+        self.kind = ACTIVATIONS.get(type(self.act))
+        self.is_plain = type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and isinstance(conv.padding, tuple)
+        assert conv.bias is not None
+        shift, one = conv.bias.detach().float(), torch.ones_like(conv.bias, dtype=torch.float32)
+        # As the kernels of norms take it: factor, shift, mean, 1 / deviation.
+        self.register_buffer("table", torch.stack((one, shift, torch.zeros_like(one), one)), persistent=False)
+        self._has_engine = True  # in cuDNN, for the convolution and what follows it
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        x = x.to(self.conv.weight.dtype)  # images, or what a norm in fp32 left
+        if self.is_plain and x.shape[1] < self.conv.in_channels:
+            x = functional.pad(x, (0, 0, 0, 0, 0, self.conv.in_channels - x.shape[1]))
+        if x.is_cuda and self.kind is not None and self.is_plain:
+            return self._on_cuda(x, shortcut)
+        z: Tensor = self.conv(x)
+        if shortcut is not None:
+            z += shortcut
+        z = self.act(z)
+        return z if self.excite is None else z.mul_(self.excite(z.mean((2, 3), keepdim=True)))
+
+    def _on_cuda(self, x: Tensor, shortcut: Tensor | None) -> Tensor:
+        from falconet.models import batchnorm_kernels  # Triton comes with CUDA only
+
+        if self.kind == "relu" and self.excite is None and self._has_engine:
+            found = self._by_cudnn(x, shortcut)
+            if found is not None:
+                return found
+        conv = self.conv
+        y = functional.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+        y = y.contiguous(memory_format=torch.channels_last)
+        z: Tensor
+        if self.excite is not None:
+            gate = self.excite(batchnorm_kernels.image_means(y, self.table, act=self.kind))
+            z = batchnorm_kernels.excite(y, self.table, gate.to(y.dtype).contiguous(), act=self.kind)
+            return z
+        if shortcut is not None:
+            shortcut = shortcut.to(y.dtype).contiguous(memory_format=torch.channels_last)
+        z, _ = batchnorm_kernels.normalise(y, self.table, act=self.kind, shortcut=shortcut)
+        return z
+
+    def _by_cudnn(self, x: Tensor, shortcut: Tensor | None) -> Tensor | None:
+        """One kernel for everything; None: cuDNN has none for this layer on this device."""
+        conv = self.conv
+        how = (conv.stride, conv.padding, conv.dilation, conv.groups)
+        try:
+            if shortcut is None:
+                return torch.cudnn_convolution_relu(x, conv.weight, conv.bias, *how)
+            return torch.cudnn_convolution_add_relu(x, conv.weight, shortcut.to(x.dtype), 1.0, conv.bias, *how)
+        except RuntimeError as error:
+            if "engine" not in str(error) and "cudnn" not in str(error).lower():
+                raise
+            self._has_engine = False
+            return None
+
+
+def cast(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a layer with weights in another format; other layers than convolutions and products as they are."""
+    if isinstance(layer, nn.Sequential):
+        return nn.Sequential(*(cast(each, dtype) for each in layer))
+    if not isinstance(layer, nn.Conv2d | nn.Linear):
+        return layer
+    return _with_weights(layer, layer.weight, layer.bias, dtype)
+
+
+def _with_weights(layer: nn.Module, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
+    made = copy.copy(layer)
+    made.__dict__.pop("forward", None)  # of a regime that rounds the weights at every call
+    made._parameters = {}
+    made.training = False
+    for name, value in (("weight", weight), ("bias", bias)):
+        kept = None if value is None else value.detach().to(dtype)
+        if kept is not None and kept.dim() == 4:
+            kept = kept.contiguous(memory_format=torch.channels_last)
+        made.register_parameter(name, None if kept is None else nn.Parameter(kept, requires_grad=False))
+    return made
+
+
+def _without_training(traced: fx.GraphModule) -> fx.GraphModule:
+    """The same graph without layers that do nothing in evaluation, which would hide a norm from what follows it."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(traced.graph, values))
+    made = fx.GraphModule(traced, graph)
+    for node in [*graph.nodes]:
+        layer = _layer(made, node)
+        if layer is not None and type(layer).__name__ in _NOTHING:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    made.recompile()
+    return made
+
+
+def _layer(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _fold_at(traced: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> int:
+    """Fold the norms of a node into the convolutions before it; returns how many."""
+    layer = _layer(traced, node)
+    made: nn.Module | None = None
+    if isinstance(layer, FusedExcitation):
+        act = layer.act if type(layer.act) is not nn.Identity else _own(layer.norm)
+        made = _folded(traced, node.args[0], layer.norm, dtype, act=act, excite=cast(layer.excite, dtype))
+    elif isinstance(layer, FusedNorm):
+        act = layer.act if type(layer.act) is not nn.Identity else _own(layer.norm)
+        made = _folded(traced, node.args[0], layer.norm, dtype, act=act)
+    elif isinstance(layer, nn.BatchNorm2d) and type(layer).__name__ in _NORMS:
+        made = _folded(traced, node.args[0], layer, dtype, act=_own(layer))
+    if made is None:
+        return 0
+    shortcut = node.args[1:]
+    other = layer.shortcut_norm if isinstance(layer, FusedNorm) else None
+    if other is not None:
+        projected = _folded(traced, shortcut[0], other, dtype, act=None)
+        if projected is None:
+            return 0
+        shortcut = (_replaced(traced, shortcut[0], projected),)  # type: ignore[arg-type]
+    convolution = node.args[0]
+    assert isinstance(convolution, fx.Node)
+    name = f"folded_{node.name}"
+    with traced.graph.inserting_before(node):
+        traced.add_submodule(name, made)
+        call = traced.graph.call_module(name, (convolution.args[0], *shortcut))
+    if isinstance(layer, FusedNorm) and layer.forks:
+        for half in [*node.users]:
+            half.replace_all_uses_with(call)
+            traced.graph.erase_node(half)
+    node.replace_all_uses_with(call)
+    traced.graph.erase_node(node)
+    traced.graph.erase_node(convolution)
+    return 1 if other is None else 2
+
+
+def _replaced(traced: fx.GraphModule, node: fx.Node, layer: nn.Module) -> fx.Node:
+    name = f"folded_{node.name}"
+    with traced.graph.inserting_before(node):
+        traced.add_submodule(name, layer)
+        call = traced.graph.call_module(name, node.args)
+    node.replace_all_uses_with(call)
+    traced.graph.erase_node(node)
+    return call
+
+
+def _folded(
+    traced: fx.GraphModule,
+    node: object,
+    norm: nn.BatchNorm2d,
+    dtype: torch.dtype,
+    *,
+    act: nn.Module | None,
+    excite: nn.Module | None = None,
+) -> FoldedConv2d | None:
+    """The convolution that a node is with a norm folded into it; None: it is none, or others take its output too."""
+    conv = _layer(traced, node) if isinstance(node, fx.Node) and len(node.users) == 1 else None
+    if not isinstance(conv, nn.Conv2d) or type(conv).__name__ not in _CONVOLUTIONS or conv._forward_pre_hooks:
+        return None
+    if norm.running_mean is None or norm.running_var is None or conv._forward_hooks or norm._forward_hooks:
+        return None
+    before = None if conv.bias is None else conv.bias.float()
+    parameters = (None if p is None else p.float() for p in (norm.weight, norm.bias))
+    weight, bias = fuse_conv_bn_weights(
+        conv.weight.float(), before, norm.running_mean.float(), norm.running_var.float(), norm.eps, *parameters
+    )
+    if not all(each.to(dtype).isfinite().all() for each in (weight, bias)):
+        return None  # a channel that hardly ever varied: its factor does not fit into the format
+    made = _with_weights(_unpadded(conv), _widened(conv, weight), bias, dtype)
+    assert isinstance(made, nn.Conv2d)
+    return FoldedConv2d(made, act=act, excite=excite)
+
+
+def _unpadded(conv: nn.Conv2d) -> nn.Conv2d:
+    """A convolution that pads its weight at every call as one whose weight is padded once."""
+    if type(conv) is SamePaddedConv2d:
+        kind: type[nn.Conv2d] = SameConv2d
+    elif type(conv) is PaddedConv2d:
+        kind = nn.Conv2d
+    else:
+        return conv
+    made = copy.copy(conv)
+    made.__class__, made.in_channels = kind, PADDED_CHANNELS
+    return made
+
+
+def _widened(conv: nn.Conv2d, weight: Tensor) -> Tensor:
+    return (
+        functional.pad(weight, (0, 0, 0, 0, 0, PADDED_CHANNELS - conv.in_channels))
+        if isinstance(conv, PaddedConv2d)
+        else weight
+    )
+
+
+def _own(norm: nn.BatchNorm2d) -> nn.Module | None:
+    """The activation that a norm of timm's has."""
+    act: nn.Module | None = getattr(norm, "act", None)
+    return act
+
+
+def _in_place(act: nn.Module) -> nn.Module:
+    """Convolutions do not need their outputs again."""
+    if not hasattr(act, "inplace"):
+        return act
+    made = copy.copy(act)
+    made.inplace = True  # type: ignore[assignment]
+    return made
