@@ -24,7 +24,9 @@ from falconet.data.input import Input
 from falconet.data.loader import BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError, DataError, named_option
 from falconet.models import splits
+from falconet.models.folding import fold
 from falconet.models.zoo import build_model
+from falconet.numerics.cuda_graphs import Captured, captured
 from falconet.numerics.precision import (
     REGIMES,
     allow_half_partials,
@@ -111,7 +113,7 @@ def _go(subject: Subject, world: World, conventions: Conventions) -> None:
 
 def _trace(subject: Subject, world: World) -> None:
     """Trace a few batches on the first process."""
-    predict, folder = _predictor(subject, world), Path(os.environ.get(RUNS) or "profile")
+    predict, folder = _predictor(subject, world, console.spoken(world)), Path(os.environ.get(RUNS) or "profile")
     images = [batch.images.to(world.device) for batch in _batches(subject, world)]
     if world.is_first:
         write_trace(lambda number: predict(images[number % len(images)]), folder, device=world.device)
@@ -218,7 +220,9 @@ def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note
 
 def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
     options, screen = subject.options, console.screen_of(world)
-    predict, batches = _predictor(subject, world), _batches(subject, world)
+    predict, batches = _predictor(subject, world, screen.line), _batches(subject, world)
+    if isinstance(predict, Captured):
+        predict.prepare(batches[0].images.to(world.device))
     trial = try_out(predict, batches[0], world=world)
     count, repeat = _count(options, trial.seconds, screen.line), options.inference.repeat
     on_host = options.data.data != "synthetic" and world.device.type == "cuda"
@@ -276,14 +280,18 @@ def _count(options: InferOptions, seconds: float, say: Say) -> int:
     return fitting
 
 
-def _predictor(subject: Subject, world: World) -> Predict:
+def _predictor(subject: Subject, world: World, note: Say) -> Predict:
+    """The model as it predicts everywhere: norms folded, batches captured."""
     normalise = subject.images.normalise(world.device)
     regime, model = REGIMES[subject.options.machine.precision], subject.model
+    is_whole = not isinstance(model, splits.OverDevices)  # a graph, and so its capture, is of one device
+    if is_whole:
+        model = fold(model, regime.formats(world.device)["activations"]).model
 
     def predict(images: Tensor) -> Tensor:
         return regime.run(model, normalise(images))
 
-    return predict
+    return captured(predict, world.device, note=note, wanted=is_whole)
 
 
 def _batches(subject: Subject, world: World) -> list[Batch]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -18,12 +19,15 @@ from falconet.config.fields import value_or
 from falconet.config.load import load_options
 from falconet.config.settings import Setting
 from falconet.data.dataset import Dataset
-from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, short_side
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, normaliser, short_side
 from falconet.data.storage import FileSource
 from falconet.errors import CheckpointError, ConfigError, named_option
 from falconet.infer.prediction import Activation
+from falconet.infer.scorer import Scorer
 from falconet.models import views, zoo
+from falconet.models.folding import fold
 from falconet.models.zoo import build_model
+from falconet.numerics.cuda_graphs import Compute
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel import world
 from falconet.report.console import Say, counted
@@ -63,8 +67,28 @@ class Classifier:
 
     @property
     def scorer(self) -> nn.Module:
-        """The model over the views of its test-time augmentation."""
-        return views.averaged(self.model, self.tta).eval()
+        """The model as it is now, its norms folded, over the views of its test-time augmentation."""
+        folded = fold(self.model, self.regime.formats(self.device)["activations"])
+        return views.averaged(folded.model, self.tta).eval()
+
+    @cached_property
+    def by_pixels(self) -> Scorer:
+        """Scores of images as validation reads them."""
+        on_host = self.data.normalization_location == "host"
+        normalise = normaliser(self.preprocessing.unnormalised if on_host else self.preprocessing)
+        return self._scorer(normalise.to(self.device))
+
+    @cached_property
+    def by_inputs(self) -> Scorer:
+        """Scores of images that are normalised."""
+        return self._scorer(nn.Identity())
+
+    def _scorer(self, prepare: nn.Module) -> Scorer:
+        def build() -> Compute:
+            model = self.scorer
+            return lambda images: self.regime.run(model, prepare(images))
+
+        return Scorer(self.model, build, self.device)
 
     @property
     def activation(self) -> Activation:

@@ -14,12 +14,17 @@ from falconet.config.settings import Setting
 from falconet.data.preprocessing import normaliser
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.models import views
+from falconet.numerics.cuda_graphs import Recording, why_not
 from falconet.numerics.precision import allow_half_partials, describe_half_partials
 from falconet.report.console import Say
 
 Pixels = npt.NDArray[np.uint8]  # N x 3 x S x S
 Scores = npt.NDArray[Any]  # N x classes; float16 if the regime computes in fp16, else float32
 LANES = 2  # per CUDA device: one computes a batch while the other gathers and copies the next
+
+
+def ignore(_: str) -> None:
+    """Report nothing."""
 
 
 def buckets(max_batch: int) -> tuple[int, ...]:
@@ -31,10 +36,12 @@ def buckets(max_batch: int) -> tuple[int, ...]:
 class Predictor:
     """Computes scores; batches are padded to the next bucket, so that the device sees few shapes."""
 
-    def __init__(self, classifier: Classifier, *, max_batch: int, captured: bool = True) -> None:
+    def __init__(self, classifier: Classifier, *, max_batch: int, captured: bool = True, note: Say = ignore) -> None:
+        """`note` gets a line if batches cannot be captured."""
         self.classifier = classifier
         self.buckets = buckets(max_batch)
         self.captured = captured and classifier.device.type == "cuda"
+        self.note = note
         self._model = classifier.scorer
         self._normalise = normaliser(classifier.preprocessing).to(classifier.device)
 
@@ -75,21 +82,24 @@ class Lane:
         self._there = torch.zeros(shape, dtype=torch.uint8, device=about.device) if cuda else self._images
         self._scores = torch.zeros(shape[0], len(about.class_names), dtype=predictor.dtype, pin_memory=cuda)
         self._stream = torch.cuda.Stream(about.device) if cuda else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[
-            int, tuple[torch.cuda.CUDAGraph, Tensor]
-        ] = {}  # by bucket, with the tensor that receives the scores
+        self._recordings: dict[int, Recording] = {}  # by bucket
 
     def prepare(self) -> None:
         """Compute every bucket once, so that the first requests do not pay for compilation and allocation."""
         for size in self._predictor.buckets:
             self._compute(size)
         if self._predictor.captured:
-            pool = torch.cuda.graph_pool_handle()  # shared by all graphs: a lane computes one bucket at a time
-            for size in reversed(self._predictor.buckets):
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-                    scores = self._predictor.logits(self._there[:size])
-                self._graphs[size] = (graph, scores)
+            try:
+                self._capture()
+            except RuntimeError as error:
+                self._recordings.clear()
+                self._predictor.note(why_not(error))
+
+    def _capture(self) -> None:
+        pool = torch.cuda.graph_pool_handle()  # shared by all: a lane computes one bucket at a time
+        for size in reversed(self._predictor.buckets):
+            inputs = self._there[:size]
+            self._recordings[size] = Recording(self._predictor.logits, inputs, stream=self._stream, pool=pool)
 
     def __call__(self, portions: Sequence[Pixels]) -> list[Scores]:
         """Compute the scores of each portion; together they must fit into the largest bucket."""
@@ -113,11 +123,8 @@ class Lane:
         self._stream.synchronize()
 
     def _on_device(self, size: int) -> Tensor:
-        if size not in self._graphs:
-            return self._predictor.logits(self._there[:size])
-        graph, scores = self._graphs[size]
-        graph.replay()
-        return scores
+        found = self._recordings.get(size)
+        return self._predictor.logits(self._there[:size]) if found is None else found.replay()
 
 
 def open_served(line: Sequence[Setting], say: Say) -> tuple[Classifier, ServeOptions]:

@@ -16,7 +16,6 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from falconet.errors import ConfigError
 from falconet.models.fused_batchnorm import ACTIVATIONS, FusedExcitation, FusedNorm
 from falconet.models.fusion import fuse
-from falconet.models.padding import PADDED_CHANNELS, PaddedConv2d, SameConv2d, SamePaddedConv2d
 from falconet.numerics.segments import trace
 
 # Known by name: timm takes two seconds to import, and the CIFAR networks do not need it.
@@ -81,20 +80,18 @@ class FoldedConv2d(nn.Module):
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         x = x.to(self.conv.weight.dtype)  # images, or what a norm in fp32 left
-        if self.is_plain and x.shape[1] < self.conv.in_channels:
-            x = functional.pad(x, (0, 0, 0, 0, 0, self.conv.in_channels - x.shape[1]))
         if x.is_cuda and self.kind is not None and self.is_plain:
-            return self._on_cuda(x, shortcut)
+            return self._on_cuda(x, shortcut, act=self.kind)
         z: Tensor = self.conv(x)
         if shortcut is not None:
             z += shortcut
         z = self.act(z)
         return z if self.excite is None else z.mul_(self.excite(z.mean((2, 3), keepdim=True)))
 
-    def _on_cuda(self, x: Tensor, shortcut: Tensor | None) -> Tensor:
+    def _on_cuda(self, x: Tensor, shortcut: Tensor | None, *, act: str) -> Tensor:
         from falconet.models import batchnorm_kernels  # Triton comes with CUDA only
 
-        if self.kind == "relu" and self.excite is None and self._has_engine:
+        if act == "relu" and self.excite is None and self._has_engine:
             found = self._by_cudnn(x, shortcut)
             if found is not None:
                 return found
@@ -103,22 +100,26 @@ class FoldedConv2d(nn.Module):
         y = y.contiguous(memory_format=torch.channels_last)
         z: Tensor
         if self.excite is not None:
-            gate = self.excite(batchnorm_kernels.image_means(y, self.table, act=self.kind))
-            z = batchnorm_kernels.excite(y, self.table, gate.to(y.dtype).contiguous(), act=self.kind)
+            gate = self.excite(batchnorm_kernels.image_means(y, self.table, act=act))
+            z = batchnorm_kernels.excite(y, self.table, gate.to(y.dtype).contiguous(), act=act)
             return z
         if shortcut is not None:
             shortcut = shortcut.to(y.dtype).contiguous(memory_format=torch.channels_last)
-        z, _ = batchnorm_kernels.normalise(y, self.table, act=self.kind, shortcut=shortcut)
+        z, _ = batchnorm_kernels.normalise(y, self.table, act=act, shortcut=shortcut)
         return z
 
     def _by_cudnn(self, x: Tensor, shortcut: Tensor | None) -> Tensor | None:
         """One kernel for everything; None: cuDNN has none for this layer on this device."""
         conv = self.conv
-        how = (conv.stride, conv.padding, conv.dilation, conv.groups)
+        stride, padding, dilation, groups = conv.stride, conv.padding, conv.dilation, conv.groups
+        assert isinstance(padding, tuple)
         try:
             if shortcut is None:
-                return torch.cudnn_convolution_relu(x, conv.weight, conv.bias, *how)
-            return torch.cudnn_convolution_add_relu(x, conv.weight, shortcut.to(x.dtype), 1.0, conv.bias, *how)
+                return torch.cudnn_convolution_relu(x, conv.weight, conv.bias, stride, padding, dilation, groups)
+            shortcut = shortcut.to(x.dtype)
+            return torch.cudnn_convolution_add_relu(
+                x, conv.weight, shortcut, 1.0, conv.bias, stride, padding, dilation, groups
+            )
         except RuntimeError as error:
             if "engine" not in str(error) and "cudnn" not in str(error).lower():
                 raise
@@ -184,16 +185,17 @@ def _fold_at(traced: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> int:
     shortcut = node.args[1:]
     other = layer.shortcut_norm if isinstance(layer, FusedNorm) else None
     if other is not None:
-        projected = _folded(traced, shortcut[0], other, dtype, act=None)
+        projection = shortcut[0]
+        projected = _folded(traced, projection, other, dtype, act=None)
         if projected is None:
             return 0
-        shortcut = (_replaced(traced, shortcut[0], projected),)  # type: ignore[arg-type]
+        assert isinstance(projection, fx.Node)
+        traced.set_submodule(str(projection.target), projected)  # in the place of the convolution alone
     convolution = node.args[0]
     assert isinstance(convolution, fx.Node)
-    name = f"folded_{node.name}"
+    traced.set_submodule(str(convolution.target), made)
     with traced.graph.inserting_before(node):
-        traced.add_submodule(name, made)
-        call = traced.graph.call_module(name, (convolution.args[0], *shortcut))
+        call = traced.graph.call_module(str(convolution.target), (convolution.args[0], *shortcut))
     if isinstance(layer, FusedNorm) and layer.forks:
         for half in [*node.users]:
             half.replace_all_uses_with(call)
@@ -202,16 +204,6 @@ def _fold_at(traced: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> int:
     traced.graph.erase_node(node)
     traced.graph.erase_node(convolution)
     return 1 if other is None else 2
-
-
-def _replaced(traced: fx.GraphModule, node: fx.Node, layer: nn.Module) -> fx.Node:
-    name = f"folded_{node.name}"
-    with traced.graph.inserting_before(node):
-        traced.add_submodule(name, layer)
-        call = traced.graph.call_module(name, node.args)
-    node.replace_all_uses_with(call)
-    traced.graph.erase_node(node)
-    return call
 
 
 def _folded(
@@ -223,43 +215,27 @@ def _folded(
     act: nn.Module | None,
     excite: nn.Module | None = None,
 ) -> FoldedConv2d | None:
-    """The convolution that a node is with a norm folded into it; None: it is none, or others take its output too."""
-    conv = _layer(traced, node) if isinstance(node, fx.Node) and len(node.users) == 1 else None
+    """The convolution that a node is with a norm folded into it; None: it is none, or is used elsewhere too."""
+    if not isinstance(node, fx.Node) or len(node.users) > 1:
+        return None
+    conv = _layer(traced, node) if _calls(traced, node.target) == 1 else None
     if not isinstance(conv, nn.Conv2d) or type(conv).__name__ not in _CONVOLUTIONS or conv._forward_pre_hooks:
         return None
     if norm.running_mean is None or norm.running_var is None or conv._forward_hooks or norm._forward_hooks:
         return None
     before = None if conv.bias is None else conv.bias.float()
-    parameters = (None if p is None else p.float() for p in (norm.weight, norm.bias))
     weight, bias = fuse_conv_bn_weights(
-        conv.weight.float(), before, norm.running_mean.float(), norm.running_var.float(), norm.eps, *parameters
+        conv.weight.float(), before, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
     )
     if not all(each.to(dtype).isfinite().all() for each in (weight, bias)):
         return None  # a channel that hardly ever varied: its factor does not fit into the format
-    made = _with_weights(_unpadded(conv), _widened(conv, weight), bias, dtype)
+    made = _with_weights(conv, weight, bias, dtype)
     assert isinstance(made, nn.Conv2d)
     return FoldedConv2d(made, act=act, excite=excite)
 
 
-def _unpadded(conv: nn.Conv2d) -> nn.Conv2d:
-    """A convolution that pads its weight at every call as one whose weight is padded once."""
-    if type(conv) is SamePaddedConv2d:
-        kind: type[nn.Conv2d] = SameConv2d
-    elif type(conv) is PaddedConv2d:
-        kind = nn.Conv2d
-    else:
-        return conv
-    made = copy.copy(conv)
-    made.__class__, made.in_channels = kind, PADDED_CHANNELS
-    return made
-
-
-def _widened(conv: nn.Conv2d, weight: Tensor) -> Tensor:
-    return (
-        functional.pad(weight, (0, 0, 0, 0, 0, PADDED_CHANNELS - conv.in_channels))
-        if isinstance(conv, PaddedConv2d)
-        else weight
-    )
+def _calls(traced: fx.GraphModule, target: object) -> int:
+    return sum(node.op == "call_module" and node.target == target for node in traced.graph.nodes)
 
 
 def _own(norm: nn.BatchNorm2d) -> nn.Module | None:

@@ -40,6 +40,8 @@ from falconet.errors import (
 from falconet.exits import FAILED
 from falconet.models import views
 from falconet.models.batch_statistics import misfit
+from falconet.models.folding import fold
+from falconet.numerics.cuda_graphs import captured
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
@@ -67,6 +69,10 @@ Observe = Callable[[Tensor, Tensor], None]  # takes logits (N x classes) and lab
 
 def overlook(logits: Tensor, labels: Tensor) -> None:
     """Observe nothing."""
+
+
+def overlook_note(text: str) -> None:
+    """Report nothing."""
 
 
 class FailedTogetherError(Exception):
@@ -145,11 +151,12 @@ def evaluate(
     stopping: Callable[[], bool] = never,
     observe: Observe = overlook,
     tally: "Tally | None" = None,
+    note: Say = overlook_note,
 ) -> Evaluation:
     """The model's accuracy over all batches of all processes; labels of -1 are ignored.
 
     `tally`: a new one that counts them; None: that of images with one label. `observe` is called with this process's
-    batches, in the order of their images.
+    batches, in the order of their images. `note` gets a line if batches cannot be captured.
 
     Raises Interrupted in all processes if one of them is `stopping` before its last batch, and FailedTogetherError in
     all of several if one fails.
@@ -157,13 +164,14 @@ def evaluate(
     model.eval()
     tally = tally or Tally(world)
     left, failed = False, None
+    score = captured(lambda images: regime.run(model, normalise(images)), world.device, note=note)
     try:
         for batch in batches:
             left = stopping()
             if left:
                 break
             images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
-            logits = regime.run(model, normalise(images))
+            logits = score(images)
             tally.add(logits, labels)
             observe(logits, labels)
     except FAILURES as error:
@@ -323,16 +331,18 @@ def evaluator(
     checked = images.left_out() if world.is_first else ()
 
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
-        batches, model = loader.batches(), views.averaged(model, tta)
+        # As predictions are made, so that both are equal to the bit; the weights are those of this moment.
+        folded = fold(model.eval(), regime.formats(world.device)["activations"]).model
         found = evaluate(
-            model,
-            batches,
+            views.averaged(folded, tta),
+            loader.batches(),
             normalise=normalise,
             regime=regime,
             world=world,
             stopping=stopping,
             observe=observe,
             tally=tally_of(images, world),
+            note=note,
         )
         return replace(found, left_out=(*checked, *bad.names))
 
