@@ -28,7 +28,7 @@ _NOTHING = ("Identity", "Dropout", "Dropout2d", "DropPath")  # in evaluation
 class Folding:
     """A model for evaluation whose norms are folded, and how many of them are."""
 
-    model: nn.Module  # shares what was not changed with the model that it was made from
+    model: nn.Module  # in evaluation mode
     folded: int
     norms: int
 
@@ -50,10 +50,10 @@ def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
     folded = sum(_fold_at(made, node, dtype) for node in [*made.graph.nodes])
     if not folded:
         return Folding(model, 0, norms)
-    for node in made.graph.nodes:
-        layer = _layer(made, node)
-        if isinstance(layer, nn.Conv2d | nn.Linear):
-            made.set_submodule(str(node.target), cast(layer, dtype))
+    for target in {str(node.target) for node in made.graph.nodes if node.op == "call_module"}:
+        layer = made.get_submodule(target)
+        if not isinstance(layer, FoldedConv2d):
+            made.set_submodule(target, _evaluating(layer, dtype))
     made.graph.lint()
     made.recompile()
     made.delete_all_unused_submodules()
@@ -127,20 +127,23 @@ class FoldedConv2d(nn.Module):
             return None
 
 
-def cast(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of a layer with weights in another format; other layers than convolutions and products as they are."""
-    if isinstance(layer, nn.Sequential):
-        return nn.Sequential(*(cast(each, dtype) for each in layer))
-    if not isinstance(layer, nn.Conv2d | nn.Linear):
-        return layer
-    return _with_weights(layer, layer.weight, layer.bias, dtype)
+def _evaluating(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a layer for evaluation, with the weights of convolutions and products in another format.
+
+    It shares its hooks with the layer, and other weights: norms are computed in fp32.
+    """
+    if isinstance(layer, nn.Conv2d | nn.Linear):
+        return _with_weights(layer, layer.weight, layer.bias, dtype)
+    made = copy.copy(layer)
+    made._modules = {name: child and _evaluating(child, dtype) for name, child in layer._modules.items()}
+    made.training = False
+    return made
 
 
 def _with_weights(layer: nn.Module, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
     made = copy.copy(layer)
     made.__dict__.pop("forward", None)  # of a regime that rounds the weights at every call
-    made._parameters = {}
-    made.training = False
+    made._parameters, made.training = {}, False
     for name, value in (("weight", weight), ("bias", bias)):
         kept = None if value is None else value.detach().to(dtype)
         if kept is not None and kept.dim() == 4:
@@ -174,7 +177,7 @@ def _fold_at(traced: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> int:
     made: nn.Module | None = None
     if isinstance(layer, FusedExcitation):
         act = layer.act if type(layer.act) is not nn.Identity else _own(layer.norm)
-        made = _folded(traced, node.args[0], layer.norm, dtype, act=act, excite=cast(layer.excite, dtype))
+        made = _folded(traced, node.args[0], layer.norm, dtype, act=act, excite=_evaluating(layer.excite, dtype))
     elif isinstance(layer, FusedNorm):
         act = layer.act if type(layer.act) is not nn.Identity else _own(layer.norm)
         made = _folded(traced, node.args[0], layer.norm, dtype, act=act)
