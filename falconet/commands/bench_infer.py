@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -220,13 +220,15 @@ def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note
 
 def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
     options, screen = subject.options, console.screen_of(world)
-    predict, batches = _predictor(subject, world, screen.line), _batches(subject, world)
+    at_once = options.inference.device_iterations
+    predict, batches = _predictor(subject, world, screen.line), joined(_batches(subject, world), at_once)
     if isinstance(predict, Captured):
         predict.prepare(batches[0].images.to(world.device))
     trial = try_out(predict, batches[0], world=world)
-    count, repeat = _count(options, trial.seconds, screen.line), options.inference.repeat
+    count = -(-_count(options, trial.seconds / at_once, screen.line) // at_once)
+    repeat = options.inference.repeat
     on_host = options.data.data != "synthetic" and world.device.type == "cuda"
-    per_batch = options.data.micro_batch * world.size
+    per_batch = options.data.micro_batch * world.size * at_once  # or per several, which the host gets together
     copied: list[Series] = []
     resident: list[Series] = []
     for number in range(1, repeat + 1):
@@ -260,7 +262,7 @@ def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
             batch = lines.TimedBatch(per_batch / seconds, 1000 * seconds, instance=world.rank, instances=world.size)
             screen.line(conventions.batch(batch))
     peak = world.peak_memory()
-    ours = [*_own_lines(main, inner, copied=on_host), f"peak memory  {peak / 2**30:.2f} GiB"]
+    ours = [*_own_lines(main, inner, copied=on_host, at_once=at_once), f"peak memory  {peak / 2**30:.2f} GiB"]
     for text in [*conventions.predictions(found), *ours]:
         screen.line(text)
     if world.is_first:
@@ -289,7 +291,8 @@ def _predictor(subject: Subject, world: World, note: Say) -> Predict:
         model = fold(model, regime.formats(world.device)["activations"]).model
 
     def predict(images: Tensor) -> Tensor:
-        return regime.run(model, normalise(images))
+        batches = images.unbind() if images.dim() > 4 else (images,)
+        return torch.cat([regime.run(model, normalise(batch)) for batch in batches])
 
     return captured(predict, world.device, note=note, wanted=is_whole)
 
@@ -313,22 +316,40 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
     return [batch._replace(images=_held(batch.images, world.device)) for batch in held]
 
 
+def joined(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """As many batches as one, whose images are count x N x 3 x S x S: what the device computes per call of the host."""
+    if count == 1:
+        return list(batches)
+    endless = cycle(batches)
+    taken = [list(islice(endless, count)) for _ in range(-(-len(batches) // count))]
+    return [
+        Batch(_stacked([one.images for one in some]), torch.cat([one.labels for one in some]), None) for some in taken
+    ]
+
+
+def _stacked(images: Sequence[Tensor]) -> Tensor:
+    """Each channels-last, as before, and pinned if they were."""
+    together = torch.stack([one.permute(0, 2, 3, 1) for one in images])
+    return (together.pin_memory() if images[0].is_pinned() else together).permute(0, 1, 4, 2, 3)
+
+
 def _held(images: Tensor, device: torch.device) -> Tensor:
     """A lasting copy in host memory: channels-last, and pinned if it is copied to a device."""
     kept = images.permute(0, 2, 3, 1).contiguous().clone().cpu()
     return (kept.pin_memory() if device.type == "cuda" else kept).permute(0, 3, 1, 2)
 
 
-def _own_lines(main: Measured, inner: Measured, *, copied: bool) -> list[str]:
-    texts = []
+def _own_lines(main: Measured, inner: Measured, *, copied: bool, at_once: int) -> list[str]:
+    texts, unit = [], "a batch" if at_once == 1 else f"{at_once} batches"
     named = (("with copies", main), ("without copies", inner)) if copied else (("on the device", inner),)
     for name, found in named:
         assert found.throughput is not None
         spread = found.spread()
         texts.append(f"{name}: {lines.rate(found.throughput, low=spread.low, high=spread.high)}")
-        texts.append(f"{name}: latency of a batch in ms: {lines.percentiles(found.latency())}")
+        texts.append(f"{name}: latency of {unit} in ms: {lines.percentiles(found.latency())}")
     total = main.steady.first + len(main.samples)
-    texts.append(f"{main.steady.first} of {total} batches dropped as warm-up ({main.steady.verdict})")
+    times = "batches" if at_once == 1 else f"times {at_once} batches"
+    texts.append(f"{main.steady.first} of {total} {times} dropped as warm-up ({main.steady.verdict})")
     return texts
 
 

@@ -36,8 +36,12 @@ class Recording:
         """`pool`: memory that recordings share which are never replayed at the same time."""
         self.inputs, self._graph = inputs, torch.cuda.CUDAGraph()
         stream = stream or _capturing_stream(inputs.device)
-        # Threads of a loader may allocate pinned memory meanwhile, which only concerns them.
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        # Threads of a loader may allocate pinned memory meanwhile, which only concerns them. The outer context leaves
+        # the capturing stream, which some versions of torch keep after a failure.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(inputs.device)),
+            torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             self._outputs = compute(inputs)
 
     def replay(self) -> Tensor:
