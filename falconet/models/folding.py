@@ -1,8 +1,8 @@
 """Batch norm folded into the convolutions before it, for a model that only predicts.
 
 A norm in evaluation mode is a product and a sum per channel: the product goes into the convolution's weights, the sum
-is its bias. What follows (a residual sum, an activation, squeeze and excite) runs with the bias: in cuDNN's own kernel
-after the convolution, in one more pass by Triton, or, on a CPU, in place.
+is its bias. What follows (a residual sum, an activation, squeeze and excite) runs with the bias: in the convolution's
+own kernel where cuDNN or, on a CPU, oneDNN has one for both; else in one more pass by Triton, or in place.
 """
 
 import copy
@@ -21,6 +21,13 @@ from falconet.numerics.segments import trace
 # Known by name: timm takes two seconds to import, and the CIFAR networks do not need it.
 _CONVOLUTIONS = ("Conv2d", "PaddedConv2d", "SameConv2d", "SamePaddedConv2d", "Conv2dSame")
 _NORMS = ("BatchNorm2d", "BatchNormAct2d", "OnePassBatchNorm2d")
+_ONEDNN = {  # its names of activations, with their numbers
+    "none": ("none",),
+    "relu": ("relu",),
+    "silu": ("swish",),
+    "hard_swish": ("hardswish",),
+    "relu6": ("hardtanh", 0.0, 6.0),
+}
 _NOTHING = ("Identity", "Dropout", "Dropout2d", "DropPath")  # in evaluation
 
 
@@ -76,17 +83,39 @@ class FoldedConv2d(nn.Module):
         shift, one = conv.bias.detach().float(), torch.ones_like(conv.bias, dtype=torch.float32)
         # As the kernels of norms take it: factor, shift, mean, 1 / deviation.
         self.register_buffer("table", torch.stack((one, shift, torch.zeros_like(one), one)), persistent=False)
+        self._packed: Tensor | None = None  # the weight, as oneDNN reads it
         self._has_engine = True  # in cuDNN, for the convolution and what follows it
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         x = x.to(self.conv.weight.dtype)  # images, or what a norm in fp32 left
         if x.is_cuda and self.kind is not None and self.is_plain:
             return self._on_cuda(x, shortcut, act=self.kind)
-        z: Tensor = self.conv(x)
-        if shortcut is not None:
-            z += shortcut
-        z = self.act(z)
+        if self.kind is not None and self.is_plain and _onednn_takes(x):
+            z = self._by_onednn(x, shortcut, act=self.kind)
+        else:
+            z = self.conv(x)
+            if shortcut is not None:
+                z += shortcut
+            z = self.act(z)
         return z if self.excite is None else z.mul_(self.excite(z.mean((2, 3), keepdim=True)))
+
+    def _by_onednn(self, x: Tensor, shortcut: Tensor | None, *, act: str) -> Tensor:
+        """One kernel for the convolution and what follows it, on weights in a layout of its own."""
+        conv = self.conv
+        how = (conv.padding, conv.stride, conv.dilation, conv.groups)
+        if self._packed is None:
+            # The layout is that for one image: it does not depend on the batch that came first, nor do the bits.
+            self._packed = torch.ops.mkldnn._reorder_convolution_weight(conv.weight.detach(), *how, [1, *x.shape[1:]])
+        z: Tensor
+        if shortcut is None:
+            name, *numbers = _ONEDNN[act]
+            z = torch.ops.mkldnn._convolution_pointwise(x, self._packed, conv.bias, *how, name, numbers, "")
+        else:
+            last = None if act == "none" else _ONEDNN[act][0]
+            z = torch.ops.mkldnn._convolution_pointwise.binary(
+                x, shortcut, self._packed, conv.bias, *how, "add", 1.0, last, [], ""
+            )
+        return z
 
     def _on_cuda(self, x: Tensor, shortcut: Tensor | None, *, act: str) -> Tensor:
         from falconet.models import batchnorm_kernels  # Triton comes with CUDA only
@@ -125,6 +154,10 @@ class FoldedConv2d(nn.Module):
                 raise
             self._has_engine = False
             return None
+
+
+def _onednn_takes(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32 and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def _evaluating(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
