@@ -1,15 +1,18 @@
 """Batch norm, a residual sum and an activation for channels-last memory in Triton, in two passes each way.
 
-A tensor is a table of rows (images x pixels) by channels. Sums walk it from its end, which the convolution before wrote
-last and the cache still holds; the pass after them walks from its start, which the sums read last. Every program adds
-the tiles p, p + P, p + 2 P, ..., and a small kernel merges the programs' sums in a fixed order: no atomics, so the same
-input always gives the same bits, on every device.
+A tensor is a table of rows (images x pixels) by channels. Where channels would leave parts of a tile unused, several
+rows are joined into one: 24 channels are read as rows of 384 values, three tiles wide.
+
+Sums walk the table from its end, which the convolution before wrote last and the cache still holds; the pass after them
+walks from its start, which the sums read last. Every program adds the tiles p, p + P, p + 2 P, ..., and a small kernel
+merges the programs' sums in a fixed order: no atomics, so the same input always gives the same bits, on every device.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN202, N803
+# ruff: noqa: ANN001, ANN201, ANN202, N803
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,28 +22,32 @@ from torch import Tensor
 
 from falconet.numerics.kernels import FUSED
 
-TILE = 4096  # elements: rows by channels
-WIDTHS = (16, 32, 64, 128)  # channels of a tile
-PROGRAMS = 792  # of a pass that sums: six for each multiprocessor of an H100; a constant, because it changes bits
-MERGED = 16  # channels of a program that merges
+TILE = 4096  # elements of a pass over all of them: rows by channels
+SUMMED = 2048  # elements of a pass that sums, which keeps its sums in registers
+WIDTHS = (16, 32, 64, 128)  # values of a tile's row
+PROGRAMS = 1056  # of a pass that sums: eight for each multiprocessor of an H100; a constant, because it changes bits
+LEAST = 4  # tiles for each of them
+MERGED = 8  # channels of a program that merges
+CHUNK = 256  # sums that it reads at a time
 ACTIVATIONS = {"none": 0, "relu": 1, "silu": 2, "hard_swish": 3, "relu6": 4}
+SIZES = ["count", "joined", "tiles", "sums"]  # compiled once for all values
 
 
 @triton.jit
-def _act(v, ACT: tl.constexpr):
+def activated(v, ACT: tl.constexpr):
     if ACT == 1:
-        v = tl.maximum(v, 0.0)
+        v = tl.where(v <= 0.0, 0.0, v)  # unlike a maximum, keeps NaN
     if ACT == 2:
         v = v * tl.sigmoid(v)
     if ACT == 3:
         v = v * tl.minimum(tl.maximum(v + 3.0, 0.0), 6.0) * (1.0 / 6.0)
     if ACT == 4:
-        v = tl.minimum(tl.maximum(v, 0.0), 6.0)
+        v = tl.where(v <= 0.0, 0.0, tl.where(v >= 6.0, 6.0, v))
     return v
 
 
 @triton.jit
-def _slope(v, d, ACT: tl.constexpr):
+def passed(v, d, ACT: tl.constexpr):
     """The gradient before the activation, from that after it."""
     if ACT == 1:
         d = tl.where(v > 0.0, d, 0.0)
@@ -55,63 +62,67 @@ def _slope(v, d, ACT: tl.constexpr):
 
 
 @triton.jit
-def _tile(tile, count, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows and columns of a tile, offsets of its elements, and which of them exist."""
-    rows = tile * ROWS + tl.arange(0, ROWS)
+def columns_of(channels, joined, COLUMNS: tl.constexpr):
+    """This program's columns in a row of joined rows, the channels that they are, and which of them exist."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows < count)[:, None] & (columns < channels)[None, :]
-    return rows, columns, rows[:, None].to(tl.int64) * channels + columns[None, :], inside
+    return columns, columns % channels, columns < channels * joined
 
 
 @triton.jit
-def _row(values, line, columns, channels):
+def tile_of(number, count, wide, columns, there, ROWS: tl.constexpr):
+    """Rows of a tile, offsets of its elements, and which of them exist."""
+    rows = number * ROWS + tl.arange(0, ROWS)
+    return rows, rows[:, None].to(tl.int64) * wide + columns[None, :], (rows < count)[:, None] & there[None, :]
+
+
+@triton.jit
+def row_of(values, line, channel, channels, there):
     """A line of a table with a number for each channel, to be spread over a tile's rows."""
-    return tl.load(values + line * channels + columns, mask=columns < channels, other=0.0)[None, :]
+    return tl.load(values + line * channels + channel, mask=there, other=0.0)[None, :]
 
 
 @triton.jit
-def _normed(v, statistics, columns, channels):
-    """The norm of a tile; the mean is taken off first, because a product with a large one would lose digits."""
-    v = (v - _row(statistics, 2, columns, channels)) * _row(statistics, 0, columns, channels)
-    return v + _row(statistics, 1, columns, channels)
+def loaded(pointer, offsets, inside):
+    return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
-def _sum_moments(x, pivot, partial, count, channels, tiles,
-                 ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
-    """Sums of x - pivot and of its square. The pivot is a row of x: around it, variances do not cancel."""
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    middle = tl.load(pivot + columns, mask=columns < channels, other=0.0).to(tl.float32)[None, :]
+@triton.jit(do_not_specialize=SIZES)
+def _sum_moments(x, partial, count, units, joined, tiles, UNIT: tl.constexpr,
+                 ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Sums of x - pivot and of its square. The pivot is the first row of x: around it, variances do not cancel."""
+    channels = units * UNIT
+    wide = channels * joined
+    columns, channel, there = columns_of(channels, joined, COLUMNS)
+    pivot = tl.load(x + channel, mask=there, other=0.0).to(tl.float32)[None, :]
     first, second = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
-    for number in range(tl.program_id(0), tiles, PROGRAMS):
-        _, _, offsets, inside = _tile(tiles - 1 - number, count, channels, ROWS, COLUMNS)
-        v = tl.where(inside, tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - middle, 0.0)
+    for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), loop_unroll_factor=4):
+        _, offsets, inside = tile_of(tiles - 1 - number, count, wide, columns, there, ROWS)
+        v = tl.where(inside, loaded(x, offsets, inside) - pivot, 0.0)
         first += v
         second += v * v
-    out = partial + tl.program_id(0) * channels + columns
-    tl.store(out, tl.sum(first, 0), mask=columns < channels)
-    tl.store(out + PROGRAMS * channels, tl.sum(second, 0), mask=columns < channels)
+    out = partial + tl.program_id(0) * wide + columns
+    tl.store(out, tl.sum(first, 0), mask=there)
+    tl.store(out + tl.num_programs(0) * wide, tl.sum(second, 0), mask=there)
 
 
-@triton.jit
-def _merge_moments(partial, pivot, weight, bias, running_mean, running_variance, batches, statistics,
-                   count, channels, tiles, eps, momentum, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-                   COLUMNS: tl.constexpr, TRACKS: tl.constexpr):  # fmt: skip
-    """The norm's numbers from the programs' sums, and the running statistics; variances around each program's mean."""
+@triton.jit(do_not_specialize=SIZES)
+def _merge_moments(partial, x, weight, bias, running_mean, running_variance, batches, statistics,
+                   count, sums, channels, eps, momentum,
+                   CHUNK: tl.constexpr, COLUMNS: tl.constexpr, TRACKS: tl.constexpr):  # fmt: skip
+    """The norm's numbers from the programs' sums, and the running statistics. `count`: values of a channel."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
-    number = tl.arange(0, PROGRAMS)
-    there = partial + number[:, None] * channels + columns[None, :]
-    first = tl.load(there, mask=inside[None, :], other=0.0)
-    second = tl.load(there + PROGRAMS * channels, mask=inside[None, :], other=0.0)
-    # Program 0 has the last tile, which may be short.
-    short = tl.where(number == 0, tiles * ROWS - count, 0)
-    size = ((tiles - number + PROGRAMS - 1) // PROGRAMS * ROWS - short).to(tl.float32)[:, None]
+    first, second = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
+    for start in tl.range(0, sums, CHUNK, loop_unroll_factor=2):
+        lines = start + tl.arange(0, CHUNK)
+        there = (lines < sums)[:, None] & inside[None, :]
+        offsets = lines[:, None] * channels + columns[None, :]
+        first += tl.load(partial + offsets, mask=there, other=0.0)
+        second += tl.load(partial + sums * channels + offsets, mask=there, other=0.0)
     offset = tl.sum(first, 0) / count
-    own = first / size
-    away = own - offset[None, :]
-    variance = tl.maximum(tl.sum(second - first * own + away * away * size, 0) / count, 0.0)
-    mean = offset + tl.load(pivot + columns, mask=inside, other=0.0).to(tl.float32)
+    variance = tl.maximum(tl.sum(second, 0) / count - offset * offset, 0.0)
+    mean = offset + tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+    variance = tl.where(mean == mean, variance, mean)  # a maximum drops NaN
     inverse = 1.0 / tl.sqrt(variance + eps)
     factor = tl.load(weight + columns, mask=inside, other=0.0) * inverse
     tl.store(statistics + columns, factor, mask=inside)
@@ -129,209 +140,239 @@ def _merge_moments(partial, pivot, weight, bias, running_mean, running_variance,
 
 
 @triton.jit
-def _normalise(y, statistics, shortcut, shortcut_statistics, z, bits, count, channels,
+def normed(v, factor, bias, mean):
+    """The norm of a tile; the mean is taken off first, because a product with a large one would lose digits."""
+    return (v - mean) * factor + bias
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _normalise(y, statistics, shortcut, shortcut_statistics, z, bits, count, units, joined, UNIT: tl.constexpr,
                ACT: tl.constexpr, ADDS: tl.constexpr, KEEPS: tl.constexpr,
                ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """act(norm(y) + shortcut); ADDS 0: no shortcut, 1: as it is, 2: normalised. KEEPS: the signs, as bits."""
-    rows, columns, offsets, inside = _tile(tl.program_id(0), count, channels, ROWS, COLUMNS)
-    v = tl.load(y + offsets, mask=inside, other=0.0).to(tl.float32)
-    v = _normed(v, statistics, columns, channels)
+    channels = units * UNIT
+    columns, channel, there = columns_of(channels, joined, COLUMNS)
+    rows, offsets, inside = tile_of(tl.program_id(0), count, channels * joined, columns, there, ROWS)
+    factor, bias, mean = (
+        row_of(statistics, 0, channel, channels, there),
+        row_of(statistics, 1, channel, channels, there),
+        row_of(statistics, 2, channel, channels, there),
+    )
+    v = normed(loaded(y, offsets, inside), factor, bias, mean)
     if ADDS > 0:
-        s = tl.load(shortcut + offsets, mask=inside, other=0.0).to(tl.float32)
+        s = loaded(shortcut, offsets, inside)
         if ADDS == 2:
-            s = _normed(s, shortcut_statistics, columns, channels)
+            factor, bias, mean = (
+                row_of(shortcut_statistics, 0, channel, channels, there),
+                row_of(shortcut_statistics, 1, channel, channels, there),
+                row_of(shortcut_statistics, 2, channel, channels, there),
+            )
+            s = normed(s, factor, bias, mean)
         v += s
-    tl.store(z + offsets, _act(v, ACT).to(z.dtype.element_ty), mask=inside)
+    tl.store(z + offsets, activated(v, ACT).to(z.dtype.element_ty), mask=inside)
     if KEEPS:
         eights = tl.reshape((v > 0.0).to(tl.int32), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
-        bytes_of_row = (channels + 7) // 8
-        place = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
-        there = (rows < count)[:, None] & (place < bytes_of_row)[None, :]
-        out = bits + rows[:, None].to(tl.int64) * bytes_of_row + place[None, :]
-        tl.store(out, tl.sum(eights, 2).to(tl.uint8), mask=there)
+        places, kept = bits_of(rows, count, channels * joined, ROWS, COLUMNS)
+        tl.store(bits + places, tl.sum(eights, 2).to(tl.uint8), mask=kept)
 
 
 @triton.jit
-def _of_image(values, rows, columns, inside, channels, pixels):
-    """A tile of numbers that every image has one of for each channel."""
-    return tl.load(values + (rows // pixels)[:, None] * channels + columns[None, :], mask=inside, other=0.0)
+def bits_of(rows, count, wide, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Offsets of a tile's bytes with a sign in every bit, and which of them exist."""
+    in_row = (wide + 7) // 8
+    place = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
+    there = (rows < count)[:, None] & (place < in_row)[None, :]
+    return rows[:, None].to(tl.int64) * in_row + place[None, :], there
 
 
 @triton.jit
-def _gradient(dz, dz2, y, bits, g, statistics, gate, dmean, rows, columns, offsets, inside, count, channels, pixels,
-              ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr, STORES: tl.constexpr, GATED: tl.constexpr,
+def _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
+              ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr,
               ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """The gradient of the sum of norm and shortcut, and y, for one tile. KEPT: the signs are read, not found from y."""
-    d = tl.load(dz + offsets, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        d = d * _of_image(gate, rows, columns, inside, channels, pixels).to(tl.float32)
-        d += _of_image(dmean, rows, columns, inside, channels, pixels).to(tl.float32)
+    d = loaded(dz, offsets, inside)
     if TWO:
-        d += tl.load(dz2 + offsets, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(y + offsets, mask=inside, other=0.0).to(tl.float32)
+        d += loaded(dz2, offsets, inside)
+    v = loaded(y, offsets, inside)
     if KEPT:
-        bytes_of_row = (channels + 7) // 8
-        place = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
-        there = (rows < count)[:, None] & (place < bytes_of_row)[None, :]
-        eights = tl.load(bits + rows[:, None].to(tl.int64) * bytes_of_row + place[None, :], mask=there, other=0)
+        places, kept = bits_of(rows, count, wide, ROWS, COLUMNS)
+        eights = tl.load(bits + places, mask=kept, other=0)
         on = tl.reshape((eights.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, (ROWS, COLUMNS))
         d = tl.where(on > 0, d, 0.0)
     elif ACT > 0:
-        d = _slope(_normed(v, statistics, columns, channels), d, ACT)
-    if STORES:
-        stored = d.to(g.dtype.element_ty)
-        tl.store(g + offsets, stored, mask=inside)
-        d = stored.to(tl.float32)  # the shortcut gets it rounded: one gradient, not two
+        d = passed(normed(v, factor, bias, mean), d, ACT)
     return d, v
 
 
-@triton.jit
-def _sum_gradients(dz, dz2, y, bits, g, statistics, gate, dmean, shortcut, shortcut_statistics, partial,
-                   count, channels, pixels, tiles, ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr,
-                   STORES: tl.constexpr, GATED: tl.constexpr, DOWN: tl.constexpr,
-                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=SIZES)
+def _sum_gradients(dz, dz2, y, bits, g, statistics, shortcut, shortcut_statistics, partial,
+                   count, units, joined, tiles, UNIT: tl.constexpr, ACT: tl.constexpr, TWO: tl.constexpr,
+                   KEPT: tl.constexpr, STORES: tl.constexpr, DOWN: tl.constexpr,
+                   ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Sums of the gradient g, of g (y - mean) and, DOWN, of g (shortcut - its mean). STORES: g, for later use."""
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mean = _row(statistics, 2, columns, channels)
+    channels = units * UNIT
+    wide = channels * joined
+    columns, channel, there = columns_of(channels, joined, COLUMNS)
+    factor, bias, mean = (
+        row_of(statistics, 0, channel, channels, there),
+        row_of(statistics, 1, channel, channels, there),
+        row_of(statistics, 2, channel, channels, there),
+    )
     first, second = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     if DOWN:
-        shortcut_mean = _row(shortcut_statistics, 2, columns, channels)
+        shortcut_mean = row_of(shortcut_statistics, 2, channel, channels, there)
         third = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for number in range(tl.program_id(0), tiles, PROGRAMS):
-        rows, columns, offsets, inside = _tile(tiles - 1 - number, count, channels, ROWS, COLUMNS)
-        d, v = _gradient(dz, dz2, y, bits, g, statistics, gate, dmean, rows, columns, offsets, inside, count, channels,
-                         pixels, ACT, TWO, KEPT, STORES, GATED, ROWS, COLUMNS)  # fmt: skip
+    for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), loop_unroll_factor=1 if STORES else 2):
+        rows, offsets, inside = tile_of(tiles - 1 - number, count, wide, columns, there, ROWS)
+        d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
+                         ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
+        if STORES:
+            stored = d.to(g.dtype.element_ty)
+            tl.store(g + offsets, stored, mask=inside)
+            d = stored.to(tl.float32)  # the shortcut gets it rounded: one gradient, not two
         first += d
         second += d * (v - mean)
         if DOWN:
-            s = tl.load(shortcut + offsets, mask=inside, other=0.0).to(tl.float32)
-            third += d * (s - shortcut_mean)
-    out = partial + tl.program_id(0) * channels + columns
-    tl.store(out, tl.sum(first, 0), mask=columns < channels)
-    tl.store(out + PROGRAMS * channels, tl.sum(second, 0), mask=columns < channels)
+            third += d * (loaded(shortcut, offsets, inside) - shortcut_mean)
+    out = partial + tl.program_id(0) * wide + columns
+    tl.store(out, tl.sum(first, 0), mask=there)
+    tl.store(out + tl.num_programs(0) * wide, tl.sum(second, 0), mask=there)
     if DOWN:
-        tl.store(out + 2 * PROGRAMS * channels, tl.sum(third, 0), mask=columns < channels)
+        tl.store(out + 2 * tl.num_programs(0) * wide, tl.sum(third, 0), mask=there)
 
 
-@triton.jit
-def _merge_gradients(partial, line, statistics, slopes, dweight, dbias, count, channels,
-                     PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=[*SIZES, "line"])
+def _merge_gradients(partial, line, statistics, slopes, dweight, dbias, count, sums, channels,
+                     CHUNK: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Gradients of weight and bias, and a, b, mean, c of dy = a g + b (y - mean) + c; `line`: of the second sums."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
-    there = partial + tl.arange(0, PROGRAMS)[:, None] * channels + columns[None, :]
-    first = tl.sum(tl.load(there, mask=inside[None, :], other=0.0), 0)
-    second = tl.sum(tl.load(there + line * PROGRAMS * channels, mask=inside[None, :], other=0.0), 0)
+    first, second = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
+    for start in tl.range(0, sums, CHUNK, loop_unroll_factor=2):
+        lines = start + tl.arange(0, CHUNK)
+        there = (lines < sums)[:, None] & inside[None, :]
+        offsets = lines[:, None] * channels + columns[None, :]
+        first += tl.load(partial + offsets, mask=there, other=0.0)
+        second += tl.load(partial + line * sums * channels + offsets, mask=there, other=0.0)
+    one, two = tl.sum(first, 0), tl.sum(second, 0)
     factor = tl.load(statistics + columns, mask=inside, other=0.0)
     mean = tl.load(statistics + 2 * channels + columns, mask=inside, other=0.0)
     inverse = tl.load(statistics + 3 * channels + columns, mask=inside, other=0.0)
     tl.store(slopes + columns, factor, mask=inside)
-    tl.store(slopes + channels + columns, -factor * inverse * inverse * (second / count), mask=inside)
+    tl.store(slopes + channels + columns, -factor * inverse * inverse * (two / count), mask=inside)
     tl.store(slopes + 2 * channels + columns, mean, mask=inside)
-    tl.store(slopes + 3 * channels + columns, -factor * (first / count), mask=inside)
-    tl.store(dweight + columns, second * inverse, mask=inside)
-    tl.store(dbias + columns, first, mask=inside)
+    tl.store(slopes + 3 * channels + columns, -factor * (one / count), mask=inside)
+    tl.store(dweight + columns, two * inverse, mask=inside)
+    tl.store(dbias + columns, one, mask=inside)
 
 
 @triton.jit
-def _sloped(d, v, slopes, columns, channels):
+def sloped(d, v, slopes, channel, channels, there):
     """a d + b (v - mean) + c."""
-    away = v - _row(slopes, 2, columns, channels)
-    d = d * _row(slopes, 0, columns, channels) + away * _row(slopes, 1, columns, channels)
-    return d + _row(slopes, 3, columns, channels)
+    away = v - row_of(slopes, 2, channel, channels, there)
+    d = d * row_of(slopes, 0, channel, channels, there) + away * row_of(slopes, 1, channel, channels, there)
+    return d + row_of(slopes, 3, channel, channels, there)
 
 
-@triton.jit
-def _spread_gradients(dz, dz2, y, bits, statistics, gate, dmean, slopes, dy, shortcut, shortcut_slopes, dshortcut,
-                      count, channels, pixels, ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr,
-                      GATED: tl.constexpr, DOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=SIZES)
+def _spread_gradients(dz, dz2, y, bits, statistics, slopes, dy, shortcut, shortcut_slopes, dshortcut,
+                      count, units, joined, UNIT: tl.constexpr, ACT: tl.constexpr, TWO: tl.constexpr,
+                      KEPT: tl.constexpr, DOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """The gradient of y, and that of a shortcut with a norm."""
-    rows, columns, offsets, inside = _tile(tl.program_id(0), count, channels, ROWS, COLUMNS)
-    d, v = _gradient(dz, dz2, y, bits, dy, statistics, gate, dmean, rows, columns, offsets, inside, count, channels,
-                     pixels, ACT, TWO, KEPT, False, GATED, ROWS, COLUMNS)  # fmt: skip
-    tl.store(dy + offsets, _sloped(d, v, slopes, columns, channels).to(dy.dtype.element_ty), mask=inside)
+    channels = units * UNIT
+    wide = channels * joined
+    columns, channel, there = columns_of(channels, joined, COLUMNS)
+    rows, offsets, inside = tile_of(tl.program_id(0), count, wide, columns, there, ROWS)
+    factor, bias, mean = (
+        row_of(statistics, 0, channel, channels, there),
+        row_of(statistics, 1, channel, channels, there),
+        row_of(statistics, 2, channel, channels, there),
+    )
+    d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
+                     ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
+    tl.store(dy + offsets, sloped(d, v, slopes, channel, channels, there).to(dy.dtype.element_ty), mask=inside)
     if DOWN:
-        s = tl.load(shortcut + offsets, mask=inside, other=0.0).to(tl.float32)
-        s = _sloped(d, s, shortcut_slopes, columns, channels)
+        s = sloped(d, loaded(shortcut, offsets, inside), shortcut_slopes, channel, channels, there)
         tl.store(dshortcut + offsets, s.to(dshortcut.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _sum_images(dz, y, statistics, out, channels, pixels, scale,
-                ACT: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Sums over each image's pixels of act(norm(y)), times `scale`; WEIGHTED: of its product with dz."""
-    image, columns = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    start = image.to(tl.int64) * pixels * channels
-    for tile in range(0, (pixels + ROWS - 1) // ROWS):
-        _, _, offsets, inside = _tile(tile, pixels, channels, ROWS, COLUMNS)
-        v = tl.load(y + start + offsets, mask=inside, other=0.0).to(tl.float32)
-        v = _act(_normed(v, statistics, columns, channels), ACT)
-        if WEIGHTED:
-            v *= tl.load(dz + start + offsets, mask=inside, other=0.0).to(tl.float32)
-        total += tl.where(inside, v, 0.0)
-    values = (tl.sum(total, 0) * scale).to(out.dtype.element_ty)
-    tl.store(out + image * channels + columns, values, mask=columns < channels)
-
-
-@triton.jit
-def _excite(y, statistics, gate, z, count, channels, pixels,
-            ACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """act(norm(y)) times the gate of each image and channel."""
-    rows, columns, offsets, inside = _tile(tl.program_id(0), count, channels, ROWS, COLUMNS)
-    v = tl.load(y + offsets, mask=inside, other=0.0).to(tl.float32)
-    v = _act(_normed(v, statistics, columns, channels), ACT)
-    v *= _of_image(gate, rows, columns, inside, channels, pixels).to(tl.float32)
-    tl.store(z + offsets, v.to(z.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
 class Table:
     """A channels-last tensor as rows by channels, and how it is divided into tiles and programs."""
 
-    count: int  # rows
+    values: int  # of each channel
     channels: int
+    period: int  # rows of which a joined row may hold only whole parts: those of an image, or all
 
     @classmethod
     def of(cls, x: Tensor) -> "Table":
-        return cls(x.numel() // x.shape[1], x.shape[1])
+        values = x.numel() // x.shape[1]
+        return cls(values, x.shape[1], values)
+
+    @cached_property
+    def joined(self) -> int:
+        """Rows that are read as one: as few as fill the widest tile."""
+        if self.channels % 8:
+            return 1
+        fewest = next(n for n in (1, 2, 4, 8, 16) if self.channels * n % WIDTHS[-1] == 0)
+        return next(n for n in (16, 8, 4, 2, 1) if n <= fewest and self.period % n == 0)
 
     @property
+    def wide(self) -> int:
+        """Values of a joined row."""
+        return self.channels * self.joined
+
+    @property
+    def count(self) -> int:
+        """Joined rows."""
+        return self.values // self.joined
+
+    @cached_property
     def width(self) -> int:
-        """Channels of a tile: the widest that leaves the least unused."""
-        return min(WIDTHS, key=lambda width: (-(-self.channels // width) * width, -width))
-
-    @property
-    def rows(self) -> int:
-        return TILE // self.width
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.count // self.rows)
+        """Values of a tile's row: the widest that leaves the least unused."""
+        return min(WIDTHS, key=lambda width: (-(-self.wide // width) * width, -width))
 
     @property
     def columns(self) -> int:
-        return -(-self.channels // self.width)
+        return -(-self.wide // self.width)
 
-    @property
-    def programs(self) -> int:
-        """Of each column, in a pass that sums; a power of two."""
-        most = max(1, min(PROGRAMS // self.columns, self.tiles))
-        return 1 << (most.bit_length() - 1)
+    @cached_property
+    def summed(self) -> "Summed":
+        """A pass that sums."""
+        rows = SUMMED // self.width
+        tiles = -(-self.count // rows)
+        return Summed(rows, tiles, max(1, min(PROGRAMS // self.columns, tiles // LEAST)))
 
-    @property
-    def summed(self) -> tuple[tuple[int, int], dict[str, int]]:
-        """Grid and constants of a pass that sums."""
-        return (self.programs, self.columns), {**self.walked[1], "PROGRAMS": self.programs}
+    def sums(self, number: int, device: torch.device) -> Tensor:
+        """Where the programs of such a pass put their sums, each `number` of them."""
+        return torch.empty((number, self.summed.programs * self.joined, self.channels), device=device)
 
-    @property
+    @cached_property
     def walked(self) -> tuple[tuple[int, int], dict[str, int]]:
-        """Those of a pass over all elements; rows come first, because a grid's second number ends at 65,535."""
-        return (self.tiles, self.columns), {"ROWS": self.rows, "COLUMNS": self.width, **FUSED}
+        """Grid and constants of a pass over all elements; a grid's second number ends at 65,535, so rows come first."""
+        rows = TILE // self.width
+        return (-(-self.count // rows), self.columns), {"ROWS": rows, **self.shape}
 
-    @property
+    @cached_property
+    def shape(self) -> dict[str, int]:
+        """What all passes are given; Triton is told that 8 divides the channels, so that it reads 16 bytes at once."""
+        unit = 1 if self.channels % 8 else 8
+        sizes = {"count": self.count, "units": self.channels // unit, "joined": self.joined}
+        return {**sizes, "UNIT": unit, "COLUMNS": self.width, **FUSED}
+
+    @cached_property
     def merged(self) -> tuple[tuple[int], dict[str, int]]:
-        return (-(-self.channels // MERGED),), {"PROGRAMS": self.programs, "COLUMNS": MERGED, **FUSED}
+        """Grid and constants of the kernel that merges a pass's sums."""
+        sizes = {"count": self.values, "sums": self.summed.programs * self.joined, "channels": self.channels}
+        return (-(-self.channels // MERGED),), {**sizes, "CHUNK": CHUNK, "COLUMNS": MERGED, **FUSED}
+
+
+class Summed(NamedTuple):
+    """How a pass that sums divides a table."""
+
+    rows: int  # of a tile
+    tiles: int
+    programs: int  # of each column
 
 
 class Running(NamedTuple):
@@ -346,15 +387,14 @@ class Running(NamedTuple):
 def statistics(x: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float) -> Tensor:
     """4 x C: weight / deviation, bias, mean, 1 / deviation; moves the running statistics."""
     table = Table.of(x)
-    partial = torch.empty((2, table.programs, table.channels), device=x.device)
-    found = torch.empty((4, table.channels), device=x.device)
-    grid, constants = table.summed
-    _sum_moments[grid](x, x, partial, table.count, table.channels, table.tiles, **constants)
+    partial, found = table.sums(2, x.device), torch.empty((4, table.channels), device=x.device)
+    rows, tiles, programs = table.summed
+    _sum_moments[(programs, table.columns)](x, partial, tiles=tiles, ROWS=rows, **table.shape)
     grid, constants = table.merged
     mean, variance, batches, momentum = running or (found, found, found, 0.0)
     _merge_moments[grid](
-        partial, x, weight, bias, mean, variance, batches, found, table.count, table.channels, table.tiles, eps,
-        momentum, ROWS=table.rows, TRACKS=running is not None, **constants,
+        partial, x, weight, bias, mean, variance, batches, found,
+        eps=eps, momentum=momentum, TRACKS=running is not None, **constants,
     )  # fmt: skip
     return found
 
@@ -365,13 +405,12 @@ def normalise(
     """act(norm(y) + shortcut), and the signs of the sum as bits if the backward pass needs them."""
     table, z = Table.of(y), torch.empty_like(y)
     keeps = shortcut is not None and act == "relu"
-    bits = torch.empty((table.count, -(-table.channels // 8)), dtype=torch.uint8, device=y.device) if keeps else None
+    bits = torch.empty((table.count, -(-table.wide // 8)), dtype=torch.uint8, device=y.device) if keeps else None
     adds = 0 if shortcut is None else 1 if shortcut_found is None else 2
     grid, constants = table.walked
     _normalise[grid](
         y, found, y if shortcut is None else shortcut, found if shortcut_found is None else shortcut_found, z,
-        z if bits is None else bits, table.count, table.channels,
-        ACT=ACTIVATIONS[act], ADDS=adds, KEEPS=keeps, **constants,
+        z if bits is None else bits, ACT=ACTIVATIONS[act], ADDS=adds, KEEPS=keeps, **constants,
     )  # fmt: skip
     return z, bits
 
@@ -392,87 +431,43 @@ class Added(NamedTuple):
     bits: Tensor | None = None  # signs of the sum
 
 
-class Gated(NamedTuple):
-    """What the result was multiplied by for each image and channel, in the backward pass."""
-
-    gate: Tensor  # N x C
-    dmean: Tensor  # N x C: what each pixel gets from the gate's own gradient
-
-
 def backward(
-    dz: Tensor,
-    y: Tensor,
-    found: Tensor,
-    *,
-    act: str,
-    dz2: Tensor | None = None,
-    added: Added | None = None,
-    gated: Gated | None = None,
+    dz: Tensor, y: Tensor, found: Tensor, *, act: str, dz2: Tensor | None = None, added: Added | None = None
 ) -> tuple[Gradients, Gradients | Tensor | None]:
     """Of the norm, and of what was added to it: its norm's, or its gradient; dz + dz2 is the result's gradient."""
     table, kind = Table.of(y), ACTIVATIONS[act]
     shortcut, other_found, bits = added or Added()
     down, two, kept = other_found is not None, dz2 is not None, bits is not None
     stores = added is not None and (kept or two)  # else the shortcut's gradient is dz itself
-    partial = torch.empty((3 if down else 2, table.programs, table.channels), device=y.device)
+    partial = table.sums(3 if down else 2, y.device)
     g = torch.empty_like(y) if stores else dz
     other, other_statistics = (shortcut, other_found) if down else (y, found)
-    gate, dmean = gated or (dz, dz)
-    pixels = y.shape[2] * y.shape[3]
-    grid, constants = table.summed
-    _sum_gradients[grid](
-        dz, dz2 if two else dz, y, bits if kept else dz, g, found, gate, dmean, other, other_statistics, partial,
-        table.count, table.channels, pixels, table.tiles,
-        ACT=kind, TWO=two, KEPT=kept, STORES=stores, GATED=gated is not None, DOWN=down, **constants,
+    rows, tiles, programs = table.summed
+    _sum_gradients[(programs, table.columns)](
+        dz, dz2 if two else dz, y, bits if kept else dz, g, found, other, other_statistics, partial, tiles=tiles,
+        ACT=kind, TWO=two, KEPT=kept, STORES=stores, DOWN=down, ROWS=rows, **table.shape,
     )  # fmt: skip
-    own, slopes = _merged(partial, 1, found, table)
-    others, other_slopes = _merged(partial, 2, other_statistics, table) if down else (own, slopes)
+    own, slopes = merged(partial, 1, found, table.merged)
+    others, other_slopes = merged(partial, 2, other_statistics, table.merged) if down else (own, slopes)
     dy, dother = torch.empty_like(y), torch.empty_like(y) if down else y
     two, kept, kind = (False, False, 0) if stores else (two, kept, kind)  # g has them already
     grid, constants = table.walked
     _spread_gradients[grid](
-        g, dz2 if two else g, y, bits if kept else g, found, gate, dmean, slopes, dy, other, other_slopes, dother,
-        table.count, table.channels, pixels,
-        ACT=kind, TWO=two, KEPT=kept, GATED=gated is not None, DOWN=down, **constants,
+        g, dz2 if two else g, y, bits if kept else g, found, slopes, dy, other, other_slopes, dother,
+        ACT=kind, TWO=two, KEPT=kept, DOWN=down, **constants,
     )  # fmt: skip
     if added is None:
         return Gradients(dy, *own), None
     return Gradients(dy, *own), Gradients(dother, *others) if down else g
 
 
-def _merged(partial: Tensor, line: int, found: Tensor, table: Table) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def merged(
+    partial: Tensor, line: int, found: Tensor, how: tuple[tuple[int], dict[str, int]]
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Gradients of weight and bias, and the slopes."""
-    dweight, dbias = torch.empty((2, table.channels), device=found.device).unbind()
-    slopes = torch.empty((4, table.channels), device=found.device)
-    grid, constants = table.merged
-    _merge_gradients[grid](partial, line, found, slopes, dweight, dbias, table.count, table.channels, **constants)
+    channels = partial.shape[-1]
+    dweight, dbias = torch.empty((2, channels), device=found.device).unbind()
+    slopes = torch.empty((4, channels), device=found.device)
+    grid, constants = how
+    _merge_gradients[grid](partial, line, found, slopes, dweight, dbias, **constants)
     return (dweight, dbias), slopes
-
-
-def image_means(y: Tensor, found: Tensor, *, act: str) -> Tensor:
-    """N x C x 1 x 1: the mean of act(norm(y)) over each image's pixels, in y's format."""
-    return _image_sums(y, y, found, act=act, weighted=False, scale=1.0 / (y.shape[2] * y.shape[3]))
-
-
-def gate_gradients(dz: Tensor, y: Tensor, found: Tensor, *, act: str) -> Tensor:
-    """N x C x 1 x 1: the gradient of what act(norm(y)) was multiplied by."""
-    return _image_sums(dz, y, found, act=act, weighted=True, scale=1.0)
-
-
-def _image_sums(dz: Tensor, y: Tensor, found: Tensor, *, act: str, weighted: bool, scale: float) -> Tensor:
-    table = Table.of(y)
-    images, channels, height, width = y.shape
-    out = torch.empty((images, channels, 1, 1), dtype=y.dtype, device=y.device)
-    _sum_images[(images, table.columns)](
-        dz, y, found, out, channels, height * width, scale, ACT=ACTIVATIONS[act], WEIGHTED=weighted, **table.walked[1]
-    )
-    return out
-
-
-def excite(y: Tensor, found: Tensor, gate: Tensor, *, act: str) -> Tensor:
-    """act(norm(y)) times the gate, N x C x 1 x 1."""
-    table, z = Table.of(y), torch.empty_like(y)
-    grid, constants = table.walked
-    pixels = y.shape[2] * y.shape[3]
-    _excite[grid](y, found, gate, z, table.count, table.channels, pixels, ACT=ACTIVATIONS[act], **constants)
-    return z

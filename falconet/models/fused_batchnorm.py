@@ -70,6 +70,31 @@ class FusedNorm(nn.Module):
         return fused
 
 
+class FusedPool(nn.Module):
+    """The max pool of relu(norm(y)), as in the stem of a ResNet. Returns it twice if two layers take it."""
+
+    def __init__(self, norm: nn.BatchNorm2d, *, act: nn.Module, pool: nn.MaxPool2d) -> None:
+        super().__init__()
+        self.norm, self.act, self.pool, self.forks = norm, act, pool, False
+
+    def forward(self, y: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if not fits(y, self.norm):
+            z = self.pool(self.act(self.norm(y)))
+            return (z, z) if self.forks else z
+        fused: Tensor | tuple[Tensor, Tensor] = _Pool.apply(y, self.norm.weight, self.norm.bias, self)
+        return fused
+
+
+def can_pool(pool: nn.MaxPool2d) -> bool:
+    """Whether the kernels compute what the layer does."""
+    sizes = [_pair(size) for size in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
+    return sizes == [(3, 3), (2, 2), (1, 1), (1, 1)] and not pool.ceil_mode and not pool.return_indices
+
+
+def _pair(size: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
 class FusedExcitation(nn.Module):
     """act(norm(y)) times what `excite` makes of its mean over each image's pixels; the product's input is not kept."""
 
@@ -106,6 +131,12 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.contiguous(memory_format=torch.channels_last)
 
 
+def _first(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The gradients of both results, of which one may not have been used."""
+    given = [_dense(gradient) for gradient in (dz, dz2) if gradient is not None]
+    return given[0], given[1] if len(given) == 2 else None
+
+
 class _Norm(torch.autograd.Function):
     """Keeps its input, a few numbers per channel and, where a sum is rectified, its signs as bits."""
 
@@ -134,20 +165,42 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
         from falconet.models import batchnorm_kernels
 
-        if dz is None:
-            dz, dz2 = dz2, None
-        assert dz is not None
+        dz, dz2 = _first(dz, dz2)
         y, found, *rest = ctx.saved_tensors
         added = batchnorm_kernels.Added(*rest) if ctx.adds else None
-        own, other = batchnorm_kernels.backward(
-            _dense(dz), y, found, act=ctx.act, dz2=None if dz2 is None else _dense(dz2), added=added
-        )
+        own, other = batchnorm_kernels.backward(dz, y, found, act=ctx.act, dz2=dz2, added=added)
         others = other if isinstance(other, tuple) else (other, None, None)
         return (*own, *others, None)
 
 
+class _Pool(torch.autograd.Function):
+    """Keeps its input, a few numbers per channel, and which values won."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        weight: Tensor,  # noqa: ARG004
+        bias: Tensor,  # noqa: ARG004
+        layer: FusedPool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        from falconet.models import pool_kernels
+
+        found = _statistics(y, layer.norm)
+        z, winners = pool_kernels.forward(y, found)
+        ctx.save_for_backward(y, found, winners)
+        return (z, z.view_as(z)) if layer.forks else z
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        from falconet.models import pool_kernels
+
+        dz, dz2 = _first(dz, dz2)
+        return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2), None)
+
+
 class _Excitation(torch.autograd.Function):
-    """Keeps its input, a few numbers per channel, and the graph of the small layers that make the gate."""
+    """Keeps its input, a few numbers per channel and image, and the graph of the small layers that make the gate."""
 
     @staticmethod
     def forward(
@@ -158,28 +211,26 @@ class _Excitation(torch.autograd.Function):
         layer: FusedExcitation,
         *parameters: Tensor,
     ) -> Tensor:
-        from falconet.models import batchnorm_kernels
+        from falconet.models.excitation_kernels import Excitation
 
-        found = _statistics(y, layer.norm)
-        mean = batchnorm_kernels.image_means(y, found, act=layer.kind)
+        norm = Excitation(y, _statistics(y, layer.norm), layer.kind)
+        sums = norm.sums()
         with torch.enable_grad():
-            mean = mean.requires_grad_()
+            mean = sums[0, :, :, None, None].to(y.dtype).requires_grad_()
             gate = layer.excite(mean)
-        ctx.save_for_backward(y, found)
+        ctx.save_for_backward(y, norm.found, sums)
         ctx.act, ctx.mean, ctx.gate, ctx.parameters = layer.kind, mean, gate, parameters
-        z: Tensor = batchnorm_kernels.excite(y, found, gate.detach().contiguous(), act=layer.kind)
+        z: Tensor = norm.apply(gate.detach().contiguous())
         return z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        from falconet.models import batchnorm_kernels
+        from falconet.models.excitation_kernels import Excitation
 
-        y, found = ctx.saved_tensors
-        dz = _dense(dz)
-        dgate = batchnorm_kernels.gate_gradients(dz, y, found, act=ctx.act)
-        dmean, *others = torch.autograd.grad(ctx.gate, (ctx.mean, *ctx.parameters), dgate.to(ctx.gate.dtype))
-        gated = batchnorm_kernels.Gated(
-            ctx.gate.detach().contiguous(), (dmean / (y.shape[2] * y.shape[3])).contiguous()
-        )
-        own, _ = batchnorm_kernels.backward(dz, y, found, act=ctx.act, gated=gated)
+        y, found, sums = ctx.saved_tensors
+        dz, norm = _dense(dz), Excitation(y, found, ctx.act)
+        back = norm.gate_sums(dz)
+        dgate = back[0, :, :, None, None].to(ctx.gate.dtype)
+        dmean, *others = torch.autograd.grad(ctx.gate, (ctx.mean, *ctx.parameters), dgate)
+        own = norm.backward(dz, ctx.gate.detach().contiguous(), dmean.contiguous(), (sums, back))
         return (*own, None, *others)

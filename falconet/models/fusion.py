@@ -7,7 +7,15 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from falconet.models.fused_batchnorm import ACTIVATIONS, FusedExcitation, FusedNorm, can_fuse, own_activation
+from falconet.models.fused_batchnorm import (
+    ACTIVATIONS,
+    FusedExcitation,
+    FusedNorm,
+    FusedPool,
+    can_fuse,
+    can_pool,
+    own_activation,
+)
 from falconet.numerics.segments import trace
 
 _ADDS = (operator.add, operator.iadd, torch.add)
@@ -41,7 +49,7 @@ def fuse(model: nn.Module) -> Fusion:
         if norm is not None and len(node.users) > 0:
             fused += _fuse_from(traced, node, norm)
     for node in [*traced.graph.nodes]:
-        if isinstance(_layer(traced, node), FusedNorm):
+        if isinstance(_layer(traced, node), FusedNorm | FusedPool):
             _fork(traced, node)
     traced.graph.lint()
     traced.recompile()
@@ -86,37 +94,68 @@ def _activation(traced: fx.GraphModule, node: fx.Node | None) -> nn.Module | Non
     return layer if type(layer) in ACTIVATIONS else None
 
 
+@dataclass(frozen=True)
+class _Pattern:
+    """A norm and what follows it, as one layer."""
+
+    layer: nn.Module
+    inputs: tuple[fx.Node, ...]
+    last: fx.Node  # whose value the layer computes
+    norms: int = 1
+
+
 def _fuse_from(traced: fx.GraphModule, node: fx.Node, norm: nn.BatchNorm2d) -> int:
     """Put a fused layer in the place of a norm and what follows it; returns how many norms it holds."""
-    last, act, shortcut, shortcut_norm = node, None, None, None
-    following = _only_user(node)
-    if own_activation(norm) == "none":
-        if following is not None and following.target in _ADDS and not following.kwargs:
-            shortcut = _other(following, node)
-        if shortcut is not None and following is not None:
-            last = following
-            other = _norm(traced, shortcut)
-            if other is not None and own_activation(other) == "none" and _only_user(shortcut) is following:
-                shortcut_norm = other
-        act = _activation(traced, _only_user(last))
-        if act is not None and (shortcut is None or type(act) is nn.ReLU):  # others would need the sum itself
-            last = next(iter(last.users))
-        else:
-            act = None
-    excited = _excitation(traced, last) if shortcut is None else None
+    has_activation = own_activation(norm) != "none"
+    found = (None if has_activation else _sum(traced, node, norm)) or _activated(traced, node, norm)
     name = f"fused_{node.name}"
-    with traced.graph.inserting_after(last if excited is None else excited[1]):
-        if excited is not None:
-            chain, last = excited
-            traced.add_submodule(name, FusedExcitation(norm, act=act, excite=nn.Sequential(*chain)))
-            made = traced.graph.call_module(name, (node.args[0],))
-        else:
-            traced.add_submodule(name, FusedNorm(norm, act=act, shortcut_norm=shortcut_norm))
-            taken = () if shortcut is None else (shortcut.args[0] if shortcut_norm is not None else shortcut,)
-            made = traced.graph.call_module(name, (node.args[0], *taken))
-    last.replace_all_uses_with(made)
+    traced.add_submodule(name, found.layer)
+    with traced.graph.inserting_after(found.last):
+        made = traced.graph.call_module(name, found.inputs)
+    found.last.replace_all_uses_with(made)
     traced.graph.eliminate_dead_code(lambda each: each.op in ("placeholder", "output"))
-    return 1 if shortcut_norm is None else 2
+    return found.norms
+
+
+def _sum(traced: fx.GraphModule, node: fx.Node, norm: nn.BatchNorm2d) -> _Pattern | None:
+    """The norm and what is added to it, perhaps rectified; None: nothing is added."""
+    addition = _only_user(node)
+    if addition is None or addition.target not in _ADDS or addition.kwargs:
+        return None
+    shortcut = _other(addition, node)
+    if shortcut is None:
+        return None
+    other = _norm(traced, shortcut)
+    if other is not None and (own_activation(other) != "none" or _only_user(shortcut) is not addition):
+        other = None
+    act = _activation(traced, _only_user(addition))
+    act = act if type(act) is nn.ReLU else None  # others would need the sum itself
+    return _Pattern(
+        FusedNorm(norm, act=act, shortcut_norm=other),
+        (_input(node), shortcut if other is None else _input(shortcut)),
+        addition if act is None else next(iter(addition.users)),
+        norms=1 if other is None else 2,
+    )
+
+
+def _activated(traced: fx.GraphModule, node: fx.Node, norm: nn.BatchNorm2d) -> _Pattern:
+    """The norm and its activation, if it has one, and what is done with that: pooled, or weighted for each image."""
+    act = _activation(traced, _only_user(node)) if own_activation(norm) == "none" else None
+    last = node if act is None else next(iter(node.users))
+    excited, pooling = _excitation(traced, last), _only_user(last)
+    pool = _layer(traced, pooling) if pooling is not None else None
+    if excited is not None:
+        chain, product = excited
+        return _Pattern(FusedExcitation(norm, act=act, excite=nn.Sequential(*chain)), (_input(node),), product)
+    if pooling is not None and isinstance(pool, nn.MaxPool2d) and can_pool(pool) and type(act) is nn.ReLU:
+        return _Pattern(FusedPool(norm, act=act, pool=pool), (_input(node),), pooling)
+    return _Pattern(FusedNorm(norm, act=act), (_input(node),), last)
+
+
+def _input(node: fx.Node) -> fx.Node:
+    given = node.args[0]
+    assert isinstance(given, fx.Node)
+    return given
 
 
 def _other(addition: fx.Node, node: fx.Node) -> fx.Node | None:
@@ -154,7 +193,7 @@ def _fork(traced: fx.GraphModule, node: fx.Node) -> None:
     if len(users) != 2 or not all(_takes_whole(traced, user) for user in users):
         return
     layer = traced.get_submodule(str(node.target))
-    assert isinstance(layer, FusedNorm)
+    assert isinstance(layer, FusedNorm | FusedPool)
     layer.forks = True
     with traced.graph.inserting_after(node):
         halves = [traced.graph.call_function(operator.getitem, (node, number)) for number in (1, 0)]

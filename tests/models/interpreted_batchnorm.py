@@ -1,4 +1,4 @@
-"""Run by test_batchnorm in a separate process, because Triton must be imported with its interpreter from the start."""
+"""Run by test_fused_batchnorm in a process of its own: Triton must be imported with its interpreter from the start."""
 
 import itertools
 import json
@@ -6,7 +6,8 @@ import json
 import torch
 from torch.nn import functional
 
-from falconet.models import batchnorm_kernels
+from falconet.models import batchnorm_kernels, pool_kernels
+from falconet.models.excitation_kernels import Excitation
 
 ACTS = {
     "none": lambda v: v,
@@ -70,17 +71,36 @@ def gated_errors(shape, act="silu"):
     y, dz = (torch.randn(shape, generator=noise).contiguous(memory_format=torch.channels_last) for _ in range(2))
     weight, bias = (torch.randn(shape[1], generator=noise) for _ in range(2))
     found = batchnorm_kernels.statistics(y, weight, bias, None, eps=1e-5)
-    mean = batchnorm_kernels.image_means(y, found, act=act).requires_grad_()
+    norm = Excitation(y, found, act)
+    sums = norm.sums()
+    mean = sums[0, :, :, None, None].clone().requires_grad_()
     gate = torch.sigmoid(3 * mean)
-    z = batchnorm_kernels.excite(y, found, gate.detach(), act=act)
-    dgate = batchnorm_kernels.gate_gradients(dz, y, found, act=act)
-    (dmean,) = torch.autograd.grad(gate, mean, dgate)
-    gated = batchnorm_kernels.Gated(gate.detach(), dmean / (shape[2] * shape[3]))
-    own, _ = batchnorm_kernels.backward(dz, y, found, act=act, gated=gated)
+    z, back = norm.apply(gate.detach()), norm.gate_sums(dz)
+    (dmean,) = torch.autograd.grad(gate, mean, back[0, :, :, None, None])
+    own = norm.backward(dz, gate.detach(), dmean, (sums, back))
     leaves = [t.double().requires_grad_() for t in (y, weight, bias)]
     inner = ACTS[act](functional.batch_norm(leaves[0], None, None, leaves[1], leaves[2], True, 0.1, 1e-5))
     exact = inner * torch.sigmoid(3 * inner.mean((2, 3), keepdim=True))
     exact.backward(dz.double())
+    results = {"output": (z, exact), "input": (own.input, leaves[0].grad)}
+    results |= {"weight": (own.weight, leaves[1].grad), "bias": (own.bias, leaves[2].grad)}
+    return {name: _error(a, b.detach()) for name, (a, b) in results.items()}
+
+
+def pooled_errors(shape, two):
+    """Of the max pool of a rectified norm; small whole numbers, so that some of the nine are equal."""
+    noise = torch.Generator().manual_seed(0)
+    y = torch.randint(-3, 4, shape, generator=noise).float().contiguous(memory_format=torch.channels_last)
+    weight, bias = (torch.randn(shape[1], generator=noise) for _ in range(2))
+    weight[0] = 0.0
+    found = batchnorm_kernels.statistics(y, weight, bias, None, eps=1e-5)
+    z, winners = pool_kernels.forward(y, found)
+    dz, dz2 = (torch.randn(z.shape, generator=noise).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    own = pool_kernels.backward(dz, y, found, winners, dz2=dz2 if two else None)
+    leaves = [t.double().requires_grad_() for t in (y, weight, bias)]
+    inner = functional.batch_norm(leaves[0], None, None, leaves[1], leaves[2], True, 0.1, 1e-5)
+    exact = functional.max_pool2d(functional.relu(inner), 3, 2, 1)
+    exact.backward(dz.double() + (dz2.double() if two else 0.0))
     results = {"output": (z, exact), "input": (own.input, leaves[0].grad)}
     results |= {"weight": (own.weight, leaves[1].grad), "bias": (own.bias, leaves[2].grad)}
     return {name: _error(a, b.detach()) for name, (a, b) in results.items()}
@@ -118,6 +138,8 @@ if __name__ == "__main__":
     for name, shape in SHAPES.items():
         if name != "one row":
             found[f"{name}, gated"] = gated_errors(shape)
+    for side, two in ((9, False), (12, True)):
+        found[f"{side} pixels, pooled"] = pooled_errors((2, 24, side, side), two)
     for name, (mean, deviation) in INPUTS.items():
         found[name] = errors(SHAPES["a short last tile"], "silu", mean=mean, deviation=deviation)
     print(json.dumps(found))

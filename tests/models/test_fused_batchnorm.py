@@ -19,6 +19,7 @@ CASES = [
     *SHAPES,
     *(f"{act}, {adds} added, {n} gradients" for act, kinds in ADDED.items() for adds in kinds for n in (1, 2)),
     *(f"{name}, gated" for name in SHAPES),
+    *("9 pixels, pooled", "12 pixels, pooled"),
     *("random", "huge mean", "tiny variance", "constant"),
 ]
 ROUNDED = {"huge mean": 1e-4, "tiny variance": 1e-4}  # the input's own rounding is that large a part of its deviation
