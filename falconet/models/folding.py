@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from falconet.errors import ConfigError
-from falconet.models.fused_batchnorm import ACTIVATIONS, FusedExcitation, FusedNorm
+from falconet.models.fused_batchnorm import ACTIVATIONS, FusedExcitation, FusedNorm, FusedPool
 from falconet.models.fusion import fuse
 from falconet.numerics.segments import trace
 
@@ -118,19 +118,20 @@ class FoldedConv2d(nn.Module):
         return z
 
     def _on_cuda(self, x: Tensor, shortcut: Tensor | None, *, act: str) -> Tensor:
-        from falconet.models import batchnorm_kernels  # Triton comes with CUDA only
-
         if act == "relu" and self.excite is None and self._has_engine:
             found = self._by_cudnn(x, shortcut)
             if found is not None:
                 return found
+        from falconet.models import batchnorm_kernels, excitation_kernels  # Triton comes with CUDA only
+
         conv = self.conv
         y = functional.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
         y = y.contiguous(memory_format=torch.channels_last)
         z: Tensor
         if self.excite is not None:
-            gate = self.excite(batchnorm_kernels.image_means(y, self.table, act=act))
-            z = batchnorm_kernels.excite(y, self.table, gate.to(y.dtype).contiguous(), act=act)
+            activated = excitation_kernels.Excitation(y, self.table, act)
+            gate = self.excite(activated.sums()[0, :, :, None, None].to(y.dtype))
+            z = activated.apply(gate.to(y.dtype).contiguous())
             return z
         if shortcut is not None:
             shortcut = shortcut.to(y.dtype).contiguous(memory_format=torch.channels_last)
@@ -211,7 +212,7 @@ def _fold_at(traced: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> int:
     if isinstance(layer, FusedExcitation):
         act = layer.act if type(layer.act) is not nn.Identity else _own(layer.norm)
         made = _folded(traced, node.args[0], layer.norm, dtype, act=act, excite=_evaluating(layer.excite, dtype))
-    elif isinstance(layer, FusedNorm):
+    elif isinstance(layer, FusedNorm | FusedPool):
         act = layer.act if type(layer.act) is not nn.Identity else _own(layer.norm)
         made = _folded(traced, node.args[0], layer.norm, dtype, act=act)
     elif isinstance(layer, nn.BatchNorm2d) and type(layer).__name__ in _NORMS:
@@ -232,7 +233,10 @@ def _fold_at(traced: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> int:
     traced.set_submodule(str(convolution.target), made)
     with traced.graph.inserting_before(node):
         call = traced.graph.call_module(str(convolution.target), (convolution.args[0], *shortcut))
-    if isinstance(layer, FusedNorm) and layer.forks:
+        if isinstance(layer, FusedPool):
+            traced.add_submodule(f"{node.name}_pool", layer.pool)
+            call = traced.graph.call_module(f"{node.name}_pool", (call,))
+    if isinstance(layer, FusedNorm | FusedPool) and layer.forks:
         for half in [*node.users]:
             half.replace_all_uses_with(call)
             traced.graph.erase_node(half)
