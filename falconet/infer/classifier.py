@@ -50,6 +50,7 @@ class Classifier:
     origin: str = ""  # what its weights are, in words; empty: random
     tta: views.Kind = "none"  # the views of an image whose logits are averaged, as in the run's validations
     several_labels: bool = False  # whether an image has any number of the classes
+    capture: bool = True  # whether batches are replayed as graphs on CUDA
 
     @property
     def served_name(self) -> str:
@@ -88,7 +89,7 @@ class Classifier:
             model = self.scorer
             return lambda images: self.regime.run(model, prepare(images))
 
-        return Scorer(self.model, build, self.device)
+        return Scorer(self.model, build, self.device, capture=self.capture)
 
     @property
     def activation(self) -> Activation:

@@ -11,13 +11,16 @@ from falconet.numerics.cuda_graphs import Compute, captured
 class Scorer:
     """A function of images that is built from a model's weights, and built again once they have changed."""
 
-    def __init__(self, model: nn.Module, build: Callable[[], Compute], device: torch.device) -> None:
-        self._model, self._build, self._device = model, build, device
+    def __init__(
+        self, model: nn.Module, build: Callable[[], Compute], device: torch.device, *, capture: bool = True
+    ) -> None:
+        """`capture`: replay batches as graphs on CUDA."""
+        self._model, self._build, self._device, self._captures = model, build, device, capture
         self._versions: list[tuple[int, int]] = []
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:  # N x 3 x S x S, anywhere -> N x classes, fp32, on the device
-        """Captured on CUDA, where a batch size comes more than once."""
+        """Replayed on CUDA from the second batch of a size on."""
         self._renew()
         return self._captured(images.to(self._device, non_blocking=True))
 
@@ -32,7 +35,7 @@ class Scorer:
         if versions != self._versions:
             self._versions, self._compute = versions, self._build()
             # A user who predicts has not asked how: what cannot be captured is computed as it is.
-            self._captured = captured(self._compute, self._device, note=lambda _: None)
+            self._captured = captured(self._compute, self._device, note=lambda _: None, wanted=self._captures)
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

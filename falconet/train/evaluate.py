@@ -151,12 +151,13 @@ def evaluate(
     stopping: Callable[[], bool] = never,
     observe: Observe = overlook,
     tally: "Tally | None" = None,
+    capture: bool = True,
     note: Say = overlook_note,
 ) -> Evaluation:
     """The model's accuracy over all batches of all processes; labels of -1 are ignored.
 
     `tally`: a new one that counts them; None: that of images with one label. `observe` is called with this process's
-    batches, in the order of their images. `note` gets a line if batches cannot be captured.
+    batches, in the order of their images. `capture`: replay batches as graphs on CUDA; `note` gets a line if that fails.
 
     Raises Interrupted in all processes if one of them is `stopping` before its last batch, and FailedTogetherError in
     all of several if one fails.
@@ -164,7 +165,7 @@ def evaluate(
     model.eval()
     tally = tally or Tally(world)
     left, failed = False, None
-    score = captured(lambda images: regime.run(model, normalise(images)), world.device, note=note)
+    score = captured(lambda images: regime.run(model, normalise(images)), world.device, note=note, wanted=capture)
     try:
         for batch in batches:
             left = stopping()
@@ -321,8 +322,9 @@ def evaluator(
     note: Say,
     observe: Observe = overlook,
     tta: views.Kind = "none",
+    capture: bool = True,
 ) -> Measure:
-    """Measures a model on the validation images of `images`."""
+    """Measures a model on the validation images of `images`; `capture`: replay batches as graphs on CUDA."""
     batch = value_or(data.validation_batch_size, data.micro_batch)
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
     bad = BadImages(None, note=note)
@@ -342,6 +344,7 @@ def evaluator(
             stopping=stopping,
             observe=observe,
             tally=tally_of(images, world),
+            capture=capture,
             note=note,
         )
         return replace(found, left_out=(*checked, *bad.names))
