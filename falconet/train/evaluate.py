@@ -157,7 +157,7 @@ def evaluate(
     """The model's accuracy over all batches of all processes; labels of -1 are ignored.
 
     `tally`: a new one that counts them; None: that of images with one label. `observe` is called with this process's
-    batches, in the order of their images. `capture`: replay batches as graphs on CUDA; `note` gets a line if that fails.
+    batches, in the order of their images. `capture`: replay batches as graphs on CUDA; `note` gets a line if it fails.
 
     Raises Interrupted in all processes if one of them is `stopping` before its last batch, and FailedTogetherError in
     all of several if one fails.
