@@ -67,10 +67,10 @@ class Dataset(Splits):
         """What a validation measures."""
         return ACCURACY if self.label_sets is None else MEAN_AVERAGE_PRECISION
 
-    def normalise(self, device: torch.device) -> Normalise:
-        """What the device does to the images it gets."""
+    def normalise(self, device: torch.device, *, dtype: torch.dtype = torch.float32, channels: int = 3) -> Normalise:
+        """What the device does to the images it gets; channels beyond three are 0."""
         preprocessing = self.preprocessing.unnormalised if self.on_host else self.preprocessing
-        return normaliser(preprocessing).to(device)
+        return normaliser(preprocessing, dtype=dtype, channels=channels).to(device)
 
     def augment(self, asked: str) -> Augment:
         """The augmentation of this data; "auto" depends on its kind."""

@@ -92,18 +92,28 @@ class Normalise(nn.Module):
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, preprocessing: Preprocessing, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, preprocessing: Preprocessing, *, dtype: torch.dtype = torch.float32, channels: int = 3) -> None:
+        """`channels`: of the result; those beyond three are 0."""
         super().__init__()
         mean = torch.tensor(preprocessing.mean, dtype=torch.float64).view(1, 3, 1, 1)
         std = torch.tensor(preprocessing.std, dtype=torch.float64).view(1, 3, 1, 1)
         # Not persistent: the checkpoint stores the Preprocessing.
         self.register_buffer("scale", (1 / (255 * std)).float(), persistent=False)
         self.register_buffer("shift", (-mean / std).float(), persistent=False)
-        self.dtype = dtype
+        self.dtype, self.channels = dtype, channels
 
     def forward(self, images: Tensor) -> Tensor:  # N x 3 x H x W, uint8 -> dtype, memory format kept
         # A fused multiply-add in float32 and one rounding to dtype: half precision represents 1 / (255 std) poorly.
-        return torch.addcmul(self.shift, images.float(), self.scale).to(self.dtype)
+        if images.is_cuda and images.dtype == torch.uint8 and images.is_contiguous(memory_format=torch.channels_last):
+            from falconet.data import pixel_kernels  # Triton comes with CUDA only
+
+            factors = self.scale, self.shift
+            done: Tensor = pixel_kernels.normalise(images, *factors, dtype=self.dtype, channels=self.channels)
+            return done
+        return self._padded(torch.addcmul(self.shift, images.float(), self.scale).to(self.dtype))
+
+    def _padded(self, values: Tensor) -> Tensor:
+        return values if self.channels == 3 else nn.functional.pad(values, (0, 0, 0, 0, 0, self.channels - 3))
 
 
 class Standardise(Normalise):
@@ -117,7 +127,7 @@ class Standardise(Normalise):
         # Two passes in float32: sums of 3 x 224 x 224 levels are accurate to 1e-6, without cancellation.
         centred = values - values.mean(dim=(1, 2, 3), keepdim=True)
         deviation = centred.square().mean(dim=(1, 2, 3), keepdim=True).sqrt()
-        return (centred / deviation.clamp(min=values[0].numel() ** -0.5)).to(self.dtype)
+        return self._padded((centred / deviation.clamp(min=values[0].numel() ** -0.5)).to(self.dtype))
 
 
 def standardise_pixels(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:  # N x H x W x 3
@@ -129,10 +139,10 @@ def standardise_pixels(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]
     return values
 
 
-def normaliser(preprocessing: Preprocessing, *, dtype: torch.dtype = torch.float32) -> Normalise:
-    """Turns pixels into model input."""
+def normaliser(preprocessing: Preprocessing, *, dtype: torch.dtype = torch.float32, channels: int = 3) -> Normalise:
+    """Turns pixels into model input; channels beyond three are 0."""
     kind = Standardise if preprocessing.standardised else Normalise
-    return kind(preprocessing, dtype=dtype)
+    return kind(preprocessing, dtype=dtype, channels=channels)
 
 
 def _whole(stored: dict[str, object], name: str) -> int:

@@ -11,6 +11,7 @@ merges the programs' sums in a fixed order: no atomics, so the same input always
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201, ANN202, N803
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -25,12 +26,33 @@ from falconet.numerics.kernels import FUSED
 TILE = 4096  # elements of a pass over all of them: rows by channels
 SUMMED = 2048  # elements of a pass that sums, which keeps its sums in registers
 WIDTHS = (16, 32, 64, 128)  # values of a tile's row
-PROGRAMS = 1056  # of a pass that sums: eight for each multiprocessor of an H100; a constant, because it changes bits
+PROGRAMS = 528  # of a pass that sums: four for each multiprocessor of an H100; a constant, because it changes bits
 LEAST = 4  # tiles for each of them
 MERGED = 8  # channels of a program that merges
 CHUNK = 256  # sums that it reads at a time
 ACTIVATIONS = {"none": 0, "relu": 1, "silu": 2, "hard_swish": 3, "relu6": 4}
-SIZES = ["count", "joined", "tiles", "sums"]  # compiled once for all values
+SIZES = ["count", "joined", "tiles", "sums", "elements"]  # compiled once for all values
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no assembly
+
+
+@triton.jit
+def sigmoid(v):
+    """Both approximations are exact to the last bit or two, in half the instructions of a division."""
+    if INTERPRETED:
+        return tl.sigmoid(v)
+    return tl.inline_asm_elementwise(
+        """{
+        mul.f32 $0, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 $0, $0;
+        add.f32 $0, $0, 0f3F800000;
+        rcp.approx.ftz.f32 $0, $0;
+        }""",
+        "=&f,f",
+        [v],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -38,7 +60,7 @@ def activated(v, ACT: tl.constexpr):
     if ACT == 1:
         v = tl.where(v <= 0.0, 0.0, v)  # unlike a maximum, keeps NaN
     if ACT == 2:
-        v = v * tl.sigmoid(v)
+        v = v * sigmoid(v)
     if ACT == 3:
         v = v * tl.minimum(tl.maximum(v + 3.0, 0.0), 6.0) * (1.0 / 6.0)
     if ACT == 4:
@@ -52,8 +74,8 @@ def passed(v, d, ACT: tl.constexpr):
     if ACT == 1:
         d = tl.where(v > 0.0, d, 0.0)
     if ACT == 2:
-        s = tl.sigmoid(v)
-        d = d * (s + v * s * (1.0 - s))
+        s = sigmoid(v)
+        d = d * (s * (1.0 + v * (1.0 - s)))
     if ACT == 3:
         d = d * tl.where(v <= -3.0, 0.0, tl.where(v >= 3.0, 1.0, v * (1.0 / 3.0) + 0.5))
     if ACT == 4:
@@ -83,6 +105,17 @@ def row_of(values, line, channel, channels, there):
 
 @triton.jit
 def loaded(pointer, offsets, inside):
+    return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
+HINTS = tl.constexpr(os.environ.get("H", "0") == "1")
+
+
+@triton.jit
+def once(pointer, offsets, inside):
+    """The same for values that are not read again soon."""
+    if HINTS:
+        return tl.load(pointer + offsets, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -158,7 +191,7 @@ def _normalise(y, statistics, shortcut, shortcut_statistics, z, bits, count, uni
         row_of(statistics, 1, channel, channels, there),
         row_of(statistics, 2, channel, channels, there),
     )
-    v = normed(loaded(y, offsets, inside), factor, bias, mean)
+    v = normed(once(y, offsets, inside), factor, bias, mean)
     if ADDS > 0:
         s = loaded(shortcut, offsets, inside)
         if ADDS == 2:
@@ -172,12 +205,12 @@ def _normalise(y, statistics, shortcut, shortcut_statistics, z, bits, count, uni
     tl.store(z + offsets, activated(v, ACT).to(z.dtype.element_ty), mask=inside)
     if KEEPS:
         eights = tl.reshape((v > 0.0).to(tl.int32), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
-        places, kept = bits_of(rows, count, channels * joined, ROWS, COLUMNS)
+        places, kept = bits_of(rows, count, channels * joined, COLUMNS)
         tl.store(bits + places, tl.sum(eights, 2).to(tl.uint8), mask=kept)
 
 
 @triton.jit
-def bits_of(rows, count, wide, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def bits_of(rows, count, wide, COLUMNS: tl.constexpr):
     """Offsets of a tile's bytes with a sign in every bit, and which of them exist."""
     in_row = (wide + 7) // 8
     place = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
@@ -187,15 +220,19 @@ def bits_of(rows, count, wide, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
-              ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr,
+              ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr, LAST: tl.constexpr,
               ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """The gradient of the sum of norm and shortcut, and y, for one tile. KEPT: the signs are read, not found from y."""
-    d = loaded(dz, offsets, inside)
+    if LAST:
+        d = once(dz, offsets, inside)
+        v = once(y, offsets, inside)
+    else:
+        d = loaded(dz, offsets, inside)
+        v = loaded(y, offsets, inside)
     if TWO:
         d += loaded(dz2, offsets, inside)
-    v = loaded(y, offsets, inside)
     if KEPT:
-        places, kept = bits_of(rows, count, wide, ROWS, COLUMNS)
+        places, kept = bits_of(rows, count, wide, COLUMNS)
         eights = tl.load(bits + places, mask=kept, other=0)
         on = tl.reshape((eights.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, (ROWS, COLUMNS))
         d = tl.where(on > 0, d, 0.0)
@@ -225,7 +262,7 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, shortcut, shortcut_statistic
     for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), loop_unroll_factor=1 if STORES else 2):
         rows, offsets, inside = tile_of(tiles - 1 - number, count, wide, columns, there, ROWS)
         d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
-                         ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
+                         ACT, TWO, KEPT, False, ROWS, COLUMNS)  # fmt: skip
         if STORES:
             stored = d.to(g.dtype.element_ty)
             tl.store(g + offsets, stored, mask=inside)
@@ -289,11 +326,31 @@ def _spread_gradients(dz, dz2, y, bits, statistics, slopes, dy, shortcut, shortc
         row_of(statistics, 2, channel, channels, there),
     )
     d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
-                     ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
+                     ACT, TWO, KEPT, True, ROWS, COLUMNS)  # fmt: skip
     tl.store(dy + offsets, sloped(d, v, slopes, channel, channels, there).to(dy.dtype.element_ty), mask=inside)
     if DOWN:
         s = sloped(d, loaded(shortcut, offsets, inside), shortcut_slopes, channel, channels, there)
         tl.store(dshortcut + offsets, s.to(dshortcut.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _expand(values, out, elements, channels, SIZE: tl.constexpr):
+    """`elements`: of an image."""
+    at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    image = tl.program_id(0).to(tl.int64)
+    v = tl.load(values + image * channels + at % channels, mask=at < elements)
+    tl.store(out + image * elements + at, v, mask=at < elements)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """In channels-last memory; that of a mean has one value for all pixels of an image, where torch's copy is slow."""
+    images, channels, height, width = gradient.shape
+    if gradient.stride() != (channels, 1, 0, 0):
+        return gradient.contiguous(memory_format=torch.channels_last)
+    out = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device, memory_format=torch.channels_last)
+    elements = channels * height * width
+    _expand[(images, -(-elements // TILE))](gradient, out, elements, channels, SIZE=TILE)
+    return out
 
 
 @dataclass(frozen=True)

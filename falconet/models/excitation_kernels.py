@@ -19,8 +19,6 @@ from falconet.models.batchnorm_kernels import (
     ACTIVATIONS,
     CHUNK,
     MERGED,
-    PROGRAMS,
-    SUMMED,
     Gradients,
     Table,
     activated,
@@ -35,6 +33,8 @@ from falconet.models.batchnorm_kernels import (
 )
 from falconet.numerics.kernels import FUSED
 
+PROGRAMS = 4224  # of a pass that sums each image: 32 for each multiprocessor of an H100; a constant, as it changes bits
+SUMMED = 512  # elements of such a pass; one warp, so that no warp waits for another
 SIZES = ["count", "joined", "in_image", "parts", "images", "scale"]  # compiled once for all values
 
 
@@ -56,7 +56,7 @@ def _sum_images(dz, y, statistics, partial, in_image, units, joined, parts, imag
         tl.zeros((ROWS, COLUMNS), tl.float32),
     )
     start = (tl.program_id(0) // parts).to(tl.int64) * in_image * wide
-    for number in tl.range(tl.program_id(0) % parts, tl.cdiv(in_image, ROWS), parts, loop_unroll_factor=2):
+    for number in tl.range(tl.program_id(0) % parts, tl.cdiv(in_image, ROWS), parts, loop_unroll_factor=4):
         _, offsets, inside = tile_of(number, in_image, wide, columns, there, ROWS)
         x = loaded(y + start, offsets, inside)
         v = normed(x, factor, bias, mean)
@@ -184,7 +184,8 @@ class Excitation:
         sizes = {name: value for name, value in table.shape.items() if name != "count"}
         _sum_images[(table.images * table.parts, table.columns)](
             self.y if dz is None else dz, self.y, self.found, partial, table.in_image, parts=table.parts,
-            images=table.images, ACT=ACTIVATIONS[self.act], BACK=dz is not None, ROWS=SUMMED // table.width, **sizes,
+            images=table.images, ACT=ACTIVATIONS[self.act], BACK=dz is not None,
+            ROWS=SUMMED // table.width, num_warps=1, **sizes,
         )  # fmt: skip
         total = torch.empty((3, table.images, table.channels), device=device)
         _merge_images[(table.images, -(-table.channels // 128), 3)](

@@ -126,15 +126,56 @@ def _statistics(y: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     return found
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    """The gradient of a mean, for one, is an expanded view."""
-    return gradient.contiguous(memory_format=torch.channels_last)
-
-
 def _first(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The gradients of both results, of which one may not have been used."""
-    given = [_dense(gradient) for gradient in (dz, dz2) if gradient is not None]
+    from falconet.models import batchnorm_kernels
+
+    given = [batchnorm_kernels.dense(gradient) for gradient in (dz, dz2) if gradient is not None]
     return given[0], given[1] if len(given) == 2 else None
+
+
+class PaddedStem(nn.Module):
+    """A convolution whose input has zeros for further channels, with which cuDNN's kernels are faster.
+
+    ResNet-50's, 512 images on an H200: 2.3 ms with 3 channels, 1.6 with 4, 4.3 with 8. EfficientNet-B4's: 1.2, 1, 0.8.
+    """
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv, self.channels = conv, 4 if conv.kernel_size == (7, 7) else 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != self.channels:
+            plain: Tensor = self.conv(x)
+            return plain
+        weight = nn.functional.pad(self.conv.weight, (0, 0, 0, 0, 0, self.channels - self.conv.in_channels))
+        padded: Tensor = self.conv._conv_forward(x, weight, self.conv.bias)
+        return padded
+
+
+class Means(nn.Module):
+    """The mean over each image's pixels, whose gradient is not spread over them before the norm's pass does it."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        """`keeps`: the pixels' dimensions stay, as one."""
+        super().__init__()
+        self.keeps = keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        means: Tensor = _Means.apply(x)
+        return means if self.keeps else means.flatten(1)
+
+
+class _Means(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.mean((2, 3), keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        spread: Tensor = (gradient / (ctx.shape[2] * ctx.shape[3])).expand(ctx.shape)
+        return spread
 
 
 class _Norm(torch.autograd.Function):
@@ -187,8 +228,8 @@ class _Pool(torch.autograd.Function):
         from falconet.models import pool_kernels
 
         found = _statistics(y, layer.norm)
-        z, winners = pool_kernels.forward(y, found)
-        ctx.save_for_backward(y, found, winners)
+        z, *won = pool_kernels.forward(y, found)
+        ctx.save_for_backward(y, found, *won)
         return (z, z.view_as(z)) if layer.forks else z
 
     @staticmethod
@@ -228,7 +269,7 @@ class _Excitation(torch.autograd.Function):
         from falconet.models.excitation_kernels import Excitation
 
         y, found, sums = ctx.saved_tensors
-        dz, norm = _dense(dz), Excitation(y, found, ctx.act)
+        (dz, _), norm = _first(dz, None), Excitation(y, found, ctx.act)
         back = norm.gate_sums(dz)
         dgate = back[0, :, :, None, None].to(ctx.gate.dtype)
         dmean, *others = torch.autograd.grad(ctx.gate, (ctx.mean, *ctx.parameters), dgate)

@@ -12,6 +12,8 @@ from falconet.models.fused_batchnorm import (
     FusedExcitation,
     FusedNorm,
     FusedPool,
+    Means,
+    PaddedStem,
     can_fuse,
     can_pool,
     own_activation,
@@ -36,6 +38,7 @@ class Fusion:
     model: fx.GraphModule  # shares the modules of the model that it was made from, and their weights
     fused: int
     norms: int
+    channels: int = 3  # of the input that it is fastest with; those beyond three are 0
 
 
 def fuse(model: nn.Module) -> Fusion:
@@ -51,10 +54,12 @@ def fuse(model: nn.Module) -> Fusion:
     for node in [*traced.graph.nodes]:
         if isinstance(_layer(traced, node), FusedNorm | FusedPool):
             _fork(traced, node)
+            _replace_mean(traced, node)
+    channels = _pad_stem(traced)
     traced.graph.lint()
     traced.recompile()
     norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    return Fusion(traced, fused, norms)
+    return Fusion(traced, fused, norms, channels)
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
@@ -183,8 +188,42 @@ def _excitation(traced: fx.GraphModule, node: fx.Node) -> tuple[list[nn.Module],
 
 def _is_mean(node: fx.Node) -> bool:
     """Over the pixels of each image, which stay as dimensions of one."""
+    return _is_mean_of_pixels(node) and bool(node.kwargs.get("keepdim"))
+
+
+def _is_mean_of_pixels(node: fx.Node) -> bool:
     over = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return node.target in ("mean", torch.mean) and over in ((2, 3), [2, 3]) and bool(node.kwargs.get("keepdim"))
+    return node.target in ("mean", torch.mean) and over in ((2, 3), [2, 3]) and set(node.kwargs) <= {"dim", "keepdim"}
+
+
+def _replace_mean(traced: fx.GraphModule, node: fx.Node) -> None:
+    """Of a fused norm, for its gradient's sake."""
+    mean = _only_user(node)
+    if mean is None:
+        return
+    pool = _layer(traced, mean)
+    is_pool = isinstance(pool, nn.AdaptiveAvgPool2d) and pool.output_size in (1, (1, 1))
+    if not is_pool and not _is_mean_of_pixels(mean):
+        return
+    name = f"means_{mean.name}"
+    traced.add_submodule(name, Means(keeps=is_pool or bool(mean.kwargs.get("keepdim"))))
+    with traced.graph.inserting_after(mean):
+        made = traced.graph.call_module(name, (node,))
+    mean.replace_all_uses_with(made)
+    traced.graph.erase_node(mean)
+
+
+def _pad_stem(traced: fx.GraphModule) -> int:
+    """Let the first convolution take more channels if it alone reads the images; returns how many."""
+    images = next(node for node in traced.graph.nodes if node.op == "placeholder")
+    stem = _only_user(images)
+    conv = _layer(traced, stem) if stem is not None else None
+    if stem is None or type(conv) is not nn.Conv2d or conv.in_channels != 3 or conv.groups != 1:
+        return 3
+    padded = PaddedStem(conv)
+    traced.add_submodule(f"padded_{stem.name}", padded)
+    stem.target = f"padded_{stem.name}"
+    return padded.channels
 
 
 def _fork(traced: fx.GraphModule, node: fx.Node) -> None:

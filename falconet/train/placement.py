@@ -92,6 +92,13 @@ class Setup:
     def normalise(self) -> Normalise:
         return self.images.normalise(self.device)
 
+    def normalise_to(self, channels: int) -> Normalise:
+        """In the regime's own format, unless images are mixed, which takes full precision."""
+        is_mixed = rules.least_micro_batch(self.options.augmentation) > 1
+        is_direct = self.device.type == "cuda" and not is_mixed
+        dtype = self.regime.formats(self.device)["activations"] if is_direct else torch.float32
+        return self.images.normalise(self.device, dtype=dtype, channels=channels)
+
     @property
     def loss(self) -> Loss:
         classes, smoothing = self.images.classes, self.options.augmentation.label_smoothing
@@ -283,7 +290,7 @@ class WholeModel:
         setup, fused = self.setup, self._fused(state.model) if self._fuses else None
         return LocalStep(
             build_moving(state, setup, self._model[1], replicas=replicas, offender=offender),
-            normalise=setup.normalise,
+            normalise=setup.normalise_to(fused.channels if fused else 3),
             loss=setup.loss,
             regime=setup.regime,
             forward=fused.model if fused else None,

@@ -136,3 +136,62 @@ def test_a_sum_that_is_used_elsewhere_too_stays_apart():
     found = fusion.fuse(model)
     assert found.fused == 1
     torch.testing.assert_close(found.model.eval()(images(8)), model.eval()(images(8)), rtol=0, atol=0)
+
+
+def without_noise(model):
+    for module in model.modules():
+        for name in ("p", "drop_prob", "drop_rate"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model.cuda().to(memory_format=torch.channels_last).train()
+
+
+def gradients(model, forward, inputs, *, dtype=None):
+    model.zero_grad()
+    with torch.autocast("cuda", dtype or torch.float16, enabled=dtype is not None):
+        logits = forward(inputs)
+    nn.functional.cross_entropy(logits.double(), torch.arange(len(inputs), device="cuda") % 10).backward()
+    return torch.cat([weight.grad.double().flatten() for weight in model.parameters()])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_fused_network_on_a_gpu_is_as_exact_as_the_plain_one(name, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    exact, plain, model = (without_noise(zoo.build(name, classes=10, seed=0)) for _ in range(3))
+    for each in (exact, plain, model):  # zeros would hide a block's gradients
+        for weight in each.parameters():
+            if weight.ndim == 1:
+                torch.nn.init.normal_(weight, 1.0, 0.1, generator=torch.Generator("cuda").manual_seed(len(weight)))
+    inputs = images(64, count=16).cuda()
+    right = gradients(exact.double(), exact, inputs.double())
+    found = fusion.fuse(model)
+    padded = nn.functional.pad(inputs, (0, 0, 0, 0, 0, found.channels - 3))
+    fused = gradients(model, found.model, padded, dtype=dtype)
+    moved = {key: value.clone() for key, value in model.named_buffers() if "running" in key}
+    usual = gradients(plain, plain, inputs, dtype=dtype)
+    away, usually = (((each - right).norm() / right.norm()).item() for each in (fused, usual))
+    assert away < 1.5 * usually + 1e-4
+    assert torch.equal(fused, gradients(model, found.model, padded, dtype=dtype)), "the same input gave other bits"
+    for key, value in exact.named_buffers():
+        if key in moved:
+            tolerance = 1e-4 if dtype is None else 0.05
+            torch.testing.assert_close(moved[key].double(), value, rtol=tolerance, atol=tolerance, msg=key)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count_are_normalised():
+    from falconet.models import batchnorm_kernels
+
+    count = 2**31 // (64 * 256 * 256) + 2
+    y = torch.randn(count, 64, 256, 256, device="cuda", dtype=torch.float16).contiguous(
+        memory_format=torch.channels_last
+    )
+    ones = torch.ones(64, device="cuda")
+    found = batchnorm_kernels.statistics(y, ones, ones, None, eps=1e-5)
+    z, _ = batchnorm_kernels.normalise(y, found, act="relu")
+    own, _ = batchnorm_kernels.backward(z, y, found, act="relu")
+    torch.testing.assert_close(z[-1].float(), (y[-1].float() + 1).relu(), rtol=0.02, atol=0.02)
+    assert own.input[-1].float().abs().mean() > 0.01

@@ -92,6 +92,7 @@ def test_batch_norm_compiles(dtype, channels, compiled):
     weight = bias = torch.ones(channels)
     running = module.Running(weight, bias, torch.tensor(0), 0.1)
     found = module.statistics(x, weight, bias, running, eps=1e-5)
+    module.dense(torch.zeros(2, channels, 1, 1, dtype=dtype).expand(2, channels, 7, 7))
     for act in module.ACTIVATIONS:
         module.normalise(x, found, act=act)
         module.backward(x, x, found, act=act, dz2=x)
@@ -117,8 +118,8 @@ def test_excitation_compiles(dtype, compiled):
 def test_a_pooled_norm_compiles(dtype, compiled):
     module, kernels = kernels_of("falconet.models.pool_kernels")
     x, found = torch.zeros(2, 64, 40, 40, dtype=dtype).to(memory_format=torch.channels_last), torch.ones(4, 64)
-    z, winners = module.forward(x, found)
-    module.backward(z, x, found, winners, dz2=z)
+    z, *won = module.forward(x, found)
+    module.backward(z, x, found, *won, dz2=z)
     assert compiled > kernels  # and what merges a norm's sums
 
 
