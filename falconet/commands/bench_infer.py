@@ -24,7 +24,7 @@ from falconet.data.input import Input
 from falconet.data.loader import BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError, DataError, named_option
 from falconet.models import splits
-from falconet.models.folding import fold
+from falconet.models.folding import Folding, fold
 from falconet.models.zoo import build_model
 from falconet.numerics.cuda_graphs import Captured, captured
 from falconet.numerics.precision import (
@@ -284,15 +284,14 @@ def _count(options: InferOptions, seconds: float, say: Say) -> int:
 
 def _predictor(subject: Subject, world: World, note: Say) -> Predict:
     """The model as it predicts everywhere: norms folded, batches captured."""
-    normalise = subject.images.normalise(world.device)
     regime, model = REGIMES[subject.options.machine.precision], subject.model
     is_whole = not isinstance(model, splits.OverDevices)  # a graph, and so its capture, is of one device
-    if is_whole:
-        model = fold(model, regime.formats(world.device)["activations"]).model
+    found = fold(model, regime.formats(world.device)["activations"]) if is_whole else Folding(model, 0, 0)
+    normalise = subject.images.normalise(world.device, dtype=found.dtype, channels=found.channels)
 
     def predict(images: Tensor) -> Tensor:
         batches = images.unbind() if images.dim() > 4 else (images,)
-        return torch.cat([regime.run(model, normalise(batch)) for batch in batches])
+        return torch.cat([regime.run(found.model, normalise(batch)) for batch in batches])
 
     return captured(predict, world.device, note=note, wanted=is_whole)
 

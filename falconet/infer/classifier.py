@@ -25,7 +25,7 @@ from falconet.errors import CheckpointError, ConfigError, named_option
 from falconet.infer.prediction import Activation
 from falconet.infer.scorer import Scorer
 from falconet.models import views, zoo
-from falconet.models.folding import fold
+from falconet.models.folding import Folding, fold
 from falconet.models.zoo import build_model
 from falconet.numerics.cuda_graphs import Compute
 from falconet.numerics.precision import REGIMES, Regime
@@ -66,28 +66,31 @@ class Classifier:
         """What was loaded, in a line; none for random weights."""
         return [f"loaded {self.origin}"] if self.origin else []
 
-    @property
-    def scorer(self) -> nn.Module:
+    def folding(self) -> Folding:
         """The model as it is now, its norms folded, over the views of its test-time augmentation."""
-        folded = fold(self.model, self.regime.formats(self.device)["activations"])
-        return views.averaged(folded.model, self.tta).eval()
+        found = fold(self.model, self.regime.formats(self.device)["activations"])
+        return replace(found, model=views.averaged(found.model, self.tta).eval())
+
+    def scoring(self, preprocessing: Preprocessing) -> Compute:
+        """The scores of pixels, by the weights of this moment."""
+        found = self.folding()
+        normalise = normaliser(preprocessing, dtype=found.dtype, channels=found.channels).to(self.device)
+        return lambda images: self.regime.run(found.model, normalise(images))
 
     @cached_property
     def by_pixels(self) -> Scorer:
         """Scores of images as validation reads them."""
         on_host = self.data.normalization_location == "host"
-        normalise = normaliser(self.preprocessing.unnormalised if on_host else self.preprocessing)
-        return self._scorer(normalise.to(self.device))
+        preprocessing = self.preprocessing.unnormalised if on_host else self.preprocessing
+        return Scorer(self.model, lambda: self.scoring(preprocessing), self.device, capture=self.capture)
 
     @cached_property
     def by_inputs(self) -> Scorer:
         """Scores of images that are normalised."""
-        return self._scorer(nn.Identity())
 
-    def _scorer(self, prepare: nn.Module) -> Scorer:
         def build() -> Compute:
-            model = self.scorer
-            return lambda images: self.regime.run(model, prepare(images))
+            model = self.folding().model
+            return lambda images: self.regime.run(model, images)
 
         return Scorer(self.model, build, self.device, capture=self.capture)
 

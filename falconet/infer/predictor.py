@@ -11,7 +11,6 @@ from torch import Tensor
 
 from falconet.config.commands import ServeOptions
 from falconet.config.settings import Setting
-from falconet.data.preprocessing import normaliser
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.models import views
 from falconet.numerics.cuda_graphs import Recording, why_not
@@ -42,8 +41,7 @@ class Predictor:
         self.buckets = buckets(max_batch)
         self.captured = captured and classifier.device.type == "cuda"
         self.note = note
-        self._model = classifier.scorer
-        self._normalise = normaliser(classifier.preprocessing).to(classifier.device)
+        self._score = classifier.scoring(classifier.preprocessing)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,7 +57,7 @@ class Predictor:
     def logits(self, images: Tensor) -> Tensor:  # N x 3 x S x S, uint8 -> N x classes, on the device
         """Compute scores before the softmax, in one pass."""
         there = images.to(self.classifier.device, non_blocking=True).contiguous(memory_format=torch.channels_last)
-        return self.classifier.regime.run(self._model, self._normalise(there)).to(self.dtype)
+        return self._score(there).to(self.dtype)
 
     def lanes(self) -> list["Lane"]:
         """Create the lanes that can run at the same time on this device, and warm them up for every bucket."""

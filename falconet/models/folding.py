@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from falconet.errors import ConfigError
-from falconet.models.fused_batchnorm import ACTIVATIONS, FusedExcitation, FusedNorm, FusedPool
+from falconet.models.fused_batchnorm import ACTIVATIONS, FusedExcitation, FusedNorm, FusedPool, PaddedStem
 from falconet.models.fusion import fuse
 from falconet.numerics.segments import trace
 
@@ -38,6 +38,9 @@ class Folding:
     model: nn.Module  # in evaluation mode
     folded: int
     norms: int
+    # Of the images that it takes without a pass over them; it takes others too.
+    dtype: torch.dtype = torch.float32
+    channels: int = 3  # those beyond three are 0
 
 
 @torch.no_grad()
@@ -53,7 +56,8 @@ def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
         traced = trace(model, training=False)
     except ConfigError:
         return Folding(model, 0, norms)
-    made = fuse(_without_training(traced)).model
+    fusion = fuse(_without_training(traced))
+    made = fusion.model
     folded = sum(_fold_at(made, node, dtype) for node in [*made.graph.nodes])
     if not folded:
         return Folding(model, 0, norms)
@@ -64,7 +68,8 @@ def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
     made.graph.lint()
     made.recompile()
     made.delete_all_unused_submodules()
-    return Folding(made.eval(), folded, norms)
+    is_padded = fusion.channels > 3 and any(weight.is_cuda for weight in made.parameters())
+    return Folding(made.eval(), folded, norms, *((dtype, fusion.channels) if is_padded else ()))
 
 
 class FoldedConv2d(nn.Module):
@@ -88,6 +93,9 @@ class FoldedConv2d(nn.Module):
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         x = x.to(self.conv.weight.dtype)  # images, or what a norm in fp32 left
+        missing = self.conv.weight.shape[1] * self.conv.groups - x.shape[1]
+        if missing:
+            x = functional.pad(x, (0, 0, 0, 0, 0, missing))
         if x.is_cuda and self.kind is not None and self.is_plain:
             return self._on_cuda(x, shortcut, act=self.kind)
         if self.kind is not None and self.is_plain and _onednn_takes(x):
@@ -258,7 +266,8 @@ def _folded(
     """The convolution that a node is with a norm folded into it; None: it is none, or is used elsewhere too."""
     if not isinstance(node, fx.Node) or len(node.users) > 1:
         return None
-    conv = _layer(traced, node) if _calls(traced, node.target) == 1 else None
+    stem = _layer(traced, node) if _calls(traced, node.target) == 1 else None
+    conv = stem.conv if isinstance(stem, PaddedStem) else stem
     if not isinstance(conv, nn.Conv2d) or type(conv).__name__ not in _CONVOLUTIONS or conv._forward_pre_hooks:
         return None
     if norm.running_mean is None or norm.running_var is None or conv._forward_hooks or norm._forward_hooks:
@@ -269,6 +278,8 @@ def _folded(
     )
     if not all(each.to(dtype).isfinite().all() for each in (weight, bias)):
         return None  # a channel that hardly ever varied: its factor does not fit into the format
+    if isinstance(stem, PaddedStem) and weight.is_cuda:
+        weight = nn.Parameter(functional.pad(weight, (0, 0, 0, 0, 0, stem.channels - conv.in_channels)))
     made = _with_weights(conv, weight, bias, dtype)
     assert isinstance(made, nn.Conv2d)
     return FoldedConv2d(made, act=act, excite=excite)

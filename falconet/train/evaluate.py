@@ -329,16 +329,15 @@ def evaluator(
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
     bad = BadImages(None, note=note)
     loader = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape, bad=bad)
-    normalise = images.normalise(world.device)
     checked = images.left_out() if world.is_first else ()
 
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
         # As predictions are made, so that both are equal to the bit; the weights are those of this moment.
-        folded = fold(model.eval(), regime.formats(world.device)["activations"]).model
+        folding = fold(model.eval(), regime.formats(world.device)["activations"])
         found = evaluate(
-            views.averaged(folded, tta),
+            views.averaged(folding.model, tta),
             loader.batches(),
-            normalise=normalise,
+            normalise=images.normalise(world.device, dtype=folding.dtype, channels=folding.channels),
             regime=regime,
             world=world,
             stopping=stopping,

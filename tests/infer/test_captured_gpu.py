@@ -66,8 +66,11 @@ def test_a_captured_validation_counts_what_an_uncaptured_one_does():
         "world": World(device=GPU),
     }
     seen = [[], []]
-    short = [evaluate(about.scorer, [one], **how, observe=lambda y, _: seen[0].append(y)) for one in batches(6, last=3)]
-    whole = evaluate(about.scorer, batches(6, last=3), **how, observe=lambda y, _: seen[1].append(y))
+    short = [
+        evaluate(about.folding().model, [one], **how, observe=lambda y, _: seen[0].append(y))
+        for one in batches(6, last=3)
+    ]
+    whole = evaluate(about.folding().model, batches(6, last=3), **how, observe=lambda y, _: seen[1].append(y))
     assert torch.equal(torch.cat(seen[0]), torch.cat(seen[1]))
     assert (whole.images, whole.top1) == (43, sum(each.top1 for each in short))
 
@@ -102,10 +105,10 @@ def test_memory_does_not_grow_over_batches_and_validations():
         return torch.cuda.memory_reserved()
 
     for _ in range(3):
-        evaluate(about.scorer, batches(5, last=3), **how)
+        evaluate(about.folding().model, batches(5, last=3), **how)
     before = used()
     for _ in range(10):
-        evaluate(about.scorer, batches(5, last=3), **how)
+        evaluate(about.folding().model, batches(5, last=3), **how)
     assert used() <= before
 
 
