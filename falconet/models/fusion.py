@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from falconet.models.depthwise import DepthwiseConv, can_compute
 from falconet.models.fused_batchnorm import (
     ACTIVATIONS,
     FusedExcitation,
@@ -55,6 +56,7 @@ def fuse(model: nn.Module) -> Fusion:
         if isinstance(_layer(traced, node), FusedNorm | FusedPool):
             _fork(traced, node)
             _replace_mean(traced, node)
+    _replace_depthwise(traced)
     channels = _pad_stem(traced)
     traced.graph.lint()
     traced.recompile()
@@ -211,6 +213,15 @@ def _replace_mean(traced: fx.GraphModule, node: fx.Node) -> None:
         made = traced.graph.call_module(name, (node,))
     mean.replace_all_uses_with(made)
     traced.graph.erase_node(mean)
+
+
+def _replace_depthwise(traced: fx.GraphModule) -> None:
+    for node in traced.graph.nodes:
+        layer = _layer(traced, node)
+        if isinstance(layer, nn.Conv2d) and can_compute(layer):
+            name = f"depthwise_{node.name}"
+            traced.add_submodule(name, DepthwiseConv(layer))
+            node.target = name
 
 
 def _pad_stem(traced: fx.GraphModule) -> int:

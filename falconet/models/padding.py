@@ -66,7 +66,7 @@ class SameMaxPool2d(nn.MaxPool2d):
     def forward(self, images: Tensor) -> Tensor:
         kernel, stride = _pair(self.kernel_size), _pair(self.stride)
         halves = [
-            _halves(size, kernel=k, stride=s) for size, k, s in zip(images.shape[2:], kernel, stride, strict=True)
+            same_padding(size, kernel=k, stride=s) for size, k, s in zip(images.shape[2:], kernel, stride, strict=True)
         ]
         if not any(first for first, _ in halves):  # padding on the far sides alone needs no copy
             return functional.max_pool2d(images, kernel, stride, ceil_mode=True)
@@ -93,12 +93,13 @@ def _same_conv(conv: nn.Conv2d) -> SameConv2d:
 def _padded(images: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], *, value: float) -> Tensor:
     """Pad for every window that starts inside the image, with the smaller half of the padding first."""
     (down, right), (height, width) = stride, images.shape[2:]
-    above, below = _halves(height, kernel=kernel[0], stride=down)
-    left, beyond = _halves(width, kernel=kernel[1], stride=right)
+    above, below = same_padding(height, kernel=kernel[0], stride=down)
+    left, beyond = same_padding(width, kernel=kernel[1], stride=right)
     return functional.pad(images, (left, beyond, above, below), value=value)
 
 
-def _halves(size: int, *, kernel: int, stride: int) -> tuple[int, int]:
+def same_padding(size: int, *, kernel: int, stride: int) -> tuple[int, int]:
+    """Before and after a side, for as many windows as start inside of it."""
     windows = -(-size // stride)
     missing = max((windows - 1) * stride + kernel - size, 0)
     return missing // 2, missing - missing // 2

@@ -124,6 +124,19 @@ def test_a_pooled_norm_compiles(dtype, compiled):
 
 
 @pytest.mark.run
+@pytest.mark.parametrize(("kernel", "dtype"), [(3, torch.float16), (5, torch.bfloat16)])
+def test_depthwise_convolution_compiles(kernel, dtype, compiled):
+    module, kernels = kernels_of("falconet.models.depthwise_kernels")
+    x = torch.zeros(2, 24, 9, 9, dtype=dtype).to(memory_format=torch.channels_last)
+    taps = module.transposed(torch.zeros(24, 1, kernel, kernel), dtype)
+    shape = module.Geometry(2, 24, 9, 9, kernel, 2, kernel // 2, kernel // 2, 5, 5)
+    dy = module.forward(x, taps, shape)
+    module.input_gradient(dy, taps, shape)
+    module.weight_gradient(x, dy, shape, dtype=torch.float32)
+    assert compiled == kernels
+
+
+@pytest.mark.run
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_proxy_norm_compiles(dtype, silu, compiled):

@@ -1,0 +1,105 @@
+"""Depthwise convolutions by our own kernels, where they are faster than cuDNN's."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from falconet.models.padding import SameConv2d, same_padding
+
+if TYPE_CHECKING:
+    from falconet.models.depthwise_kernels import Geometry
+
+_KERNELS = (3, 5, 7)
+_STRIDES = (1, 2)
+_FORMATS = (torch.float16, torch.bfloat16, torch.float32)
+_CHANNELS = 8  # a multiple of them: threads read 4 to 16 bytes at once
+
+
+def can_compute(conv: nn.Conv2d) -> bool:
+    """Whether the kernels compute what the layer does."""
+    if type(conv) is not nn.Conv2d and not _pads_same(conv):  # another subclass may compute something else
+        return False
+    (down, right), (high, wide) = conv.stride, conv.kernel_size
+    padded = _pads_same(conv) or (not isinstance(conv.padding, str) and max(conv.padding) < high)
+    return (
+        conv.groups == conv.in_channels == conv.out_channels
+        and conv.in_channels % _CHANNELS == 0
+        and high == wide in _KERNELS
+        and down == right in _STRIDES
+        and conv.dilation == (1, 1)
+        and conv.bias is None
+        and conv.padding_mode == "zeros"
+        and padded
+        and not conv._forward_hooks
+        and not conv._forward_pre_hooks
+    )
+
+
+def _pads_same(conv: nn.Conv2d) -> bool:
+    return type(conv) is SameConv2d or type(conv).__name__ == "Conv2dSame"  # timm's
+
+
+class DepthwiseConv(nn.Module):
+    """A depthwise convolution that shares another's weight; the other runs where the kernels do not fit."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        """`conv`: one that `can_compute` accepts."""
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
+        casts = torch.is_autocast_enabled(x.device.type)
+        if not _fits(x) or not (casts or x.dtype == self.conv.weight.dtype):
+            plain: Tensor = self.conv(x)
+            return plain
+        if casts:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        convolved: Tensor = _Depthwise.apply(x, self.conv.weight, _geometry(self.conv, x))
+        return convolved
+
+
+def _fits(x: Tensor) -> bool:
+    """Whether the kernels can take this input; they count an image's elements in 32 bits."""
+    dense = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return x.is_cuda and dense and x.dtype in _FORMATS and 0 < x.numel() < 2**31 * x.shape[0]
+
+
+def _geometry(conv: nn.Conv2d, x: Tensor) -> "Geometry":
+    from falconet.models.depthwise_kernels import Geometry  # Triton comes with CUDA only
+
+    (images, channels, height, width), kernel, stride = x.shape, conv.kernel_size[0], conv.stride[0]
+    if _pads_same(conv):
+        (above, below), (left, right) = (same_padding(side, kernel=kernel, stride=stride) for side in (height, width))
+    else:
+        assert not isinstance(conv.padding, str)
+        above, left = below, right = conv.padding
+    out_height = (height + above + below - kernel) // stride + 1
+    out_width = (width + left + right - kernel) // stride + 1
+    return Geometry(images, channels, height, width, kernel, stride, above, left, out_height, out_width)
+
+
+class _Depthwise(torch.autograd.Function):
+    """The weight may be in fp32 where the images are in half precision; its gradient then is, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, geometry: "Geometry") -> Tensor:
+        from falconet.models import depthwise_kernels
+
+        taps = depthwise_kernels.transposed(weight, x.dtype)
+        ctx.save_for_backward(x, taps)
+        ctx.geometry, ctx.dtype = geometry, weight.dtype
+        y: Tensor = depthwise_kernels.forward(x, taps, geometry)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        from falconet.models import depthwise_kernels
+
+        x, taps = ctx.saved_tensors
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = depthwise_kernels.input_gradient(dy, taps, ctx.geometry) if ctx.needs_input_grad[0] else None
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = depthwise_kernels.weight_gradient(x, dy, ctx.geometry, dtype=ctx.dtype)
+        return dx, dweight, None

@@ -1,0 +1,142 @@
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from falconet.models.depthwise import DepthwiseConv, can_compute
+from falconet.models.padding import SameConv2d
+
+CASES = [
+    *(f"{kernel} x {kernel}, stride {stride}" for kernel in (3, 5, 7) for stride in (1, 2)),
+    *("SAME padding of an even side", "SAME padding, 5 x 5", "no padding", "one pixel", "fp16"),
+    *("one column of eight channels", "layer", "layer with SAME padding", "strips", "strips, stride 2"),
+]
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """The kernels' errors by case, from Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed here")
+    script = Path(__file__).with_name("interpreted_depthwise.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.run
+def test_all_cases_are_known(interpreted):
+    assert sorted(interpreted) == sorted(CASES)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_are_as_exact_as_fp32(case, interpreted):
+    for what, error in interpreted[case].items():
+        assert error < (5e-4 if case == "fp16" and what != "weight" else 1e-6), what
+
+
+def conv_of(channels=16, kernel=3, kind=nn.Conv2d, **options):
+    options = {"padding": kernel // 2, "groups": channels, "bias": False, **options}
+    return kind(channels, channels, kernel, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": True},
+        {"groups": 4},
+        {"channels": 12},
+        {"kernel": 4},
+        {"stride": 3},
+        {"stride": (1, 2)},
+        {"dilation": 2},
+        {"padding": "same"},
+        {"padding": 3},
+        {"padding_mode": "circular"},
+        {"kind": type("Other", (nn.Conv2d,), {})},
+    ],
+)
+def test_other_convolutions_are_left_alone(options):
+    assert not can_compute(conv_of(**options))
+    assert can_compute(conv_of())
+    assert can_compute(conv_of(kernel=5, stride=2, kind=SameConv2d, padding=0))
+
+
+def test_the_convolution_itself_runs_on_the_cpu():
+    conv, x = conv_of(), torch.randn(2, 16, 6, 6).contiguous(memory_format=torch.channels_last)
+    layer = DepthwiseConv(conv)
+    assert torch.equal(layer(x), conv(x))
+    assert [*layer.parameters()] == [conv.weight]
+
+
+def relative(value, exact):
+    return ((value.double() - exact).norm() / exact.norm()).item()
+
+
+def gradients(layer, conv, x, dy):
+    conv.weight.grad, x.grad = None, None
+    y = layer(x)
+    y.backward(dy)
+    return y.detach(), x.grad, conv.weight.grad
+
+
+ERRORS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel", [3, 5, 7])
+@pytest.mark.parametrize("shape", [(5, 24, 33, 40), (3, 144, 70, 12)])
+def test_layer_equals_float64_and_repeats_bit_for_bit(shape, kernel, stride, dtype):
+    torch.manual_seed(0)
+    conv = conv_of(shape[1], kernel, stride=stride).to("cuda", dtype)
+    exact = conv_of(shape[1], kernel, stride=stride).to("cuda", torch.float64)
+    exact.weight.data.copy_(conv.weight.data)
+    x = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+    dy = torch.randn_like(conv(x)).contiguous(memory_format=torch.channels_last)
+    results = gradients(DepthwiseConv(conv), conv, x, dy)
+    leaf = x.detach().double().contiguous().requires_grad_()
+    expected = gradients(exact, exact, leaf, dy.double().contiguous())
+    for name, a, b in zip(("output", "input", "weight"), results, expected, strict=True):
+        assert relative(a, b) < ERRORS[dtype], name
+    for a, b in zip(results, gradients(DepthwiseConv(conv), conv, x, dy), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_weights_in_fp32_get_gradients_in_fp32():
+    torch.manual_seed(0)
+    conv = conv_of(24, 5).cuda()
+    x = torch.randn(4, 24, 20, 20, device="cuda").contiguous(memory_format=torch.channels_last).requires_grad_()
+    expected = gradients(conv, conv, x, torch.ones(4, 24, 20, 20, device="cuda"))
+    with torch.autocast("cuda", torch.float16):
+        y = DepthwiseConv(conv)(x)
+    conv.weight.grad, x.grad = None, None
+    y.backward(torch.ones_like(y))
+    assert y.dtype == torch.float16
+    assert conv.weight.grad.dtype == torch.float32
+    for a, b in zip((y, x.grad, conv.weight.grad), expected, strict=True):
+        assert relative(a, b.double()) < 1e-3
+
+
+@pytest.mark.gpu
+def test_tensors_may_have_more_than_two_billion_elements():
+    if torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("needs 20 GB")
+    conv = conv_of(8, 3).half().cuda()
+    images = torch.empty(2200, 8, 352, 352, dtype=torch.float16, device="cuda", memory_format=torch.channels_last)
+    assert images.numel() > 2**31
+    images[:-1] = 0
+    images[-1] = torch.randn_like(images[-1])
+    with torch.no_grad():
+        y = DepthwiseConv(conv)(images)
+        torch.testing.assert_close(y[-1:], conv(images[-1:]), rtol=1e-2, atol=1e-2)
+        assert not y[-2].any()
