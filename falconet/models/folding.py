@@ -15,7 +15,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from falconet.errors import ConfigError
 from falconet.models.fused_batchnorm import ACTIVATIONS, FusedExcitation, FusedNorm, FusedPool, PaddedStem
-from falconet.models.fusion import fuse
+from falconet.models.fusion import fuse_norms, stem_of
 from falconet.numerics.segments import trace
 
 # Known by name: timm takes two seconds to import, and the CIFAR networks do not need it.
@@ -56,8 +56,8 @@ def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
         traced = trace(model, training=False)
     except ConfigError:
         return Folding(model, 0, norms)
-    fusion = fuse(_without_training(traced))
-    made = fusion.model
+    made = fuse_norms(_without_training(traced)).model
+    stem = stem_of(made)
     folded = sum(_fold_at(made, node, dtype) for node in [*made.graph.nodes])
     if not folded:
         return Folding(model, 0, norms)
@@ -68,8 +68,15 @@ def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
     made.graph.lint()
     made.recompile()
     made.delete_all_unused_submodules()
-    is_padded = fusion.channels > 3 and any(weight.is_cuda for weight in made.parameters())
-    return Folding(made.eval(), folded, norms, *((dtype, fusion.channels) if is_padded else ()))
+    return Folding(made.eval(), folded, norms, *_input_of(made, stem))
+
+
+def _input_of(made: fx.GraphModule, stem: fx.Node | None) -> tuple[torch.dtype, int] | tuple[()]:
+    """Format and channels of a folded first convolution; none: images are taken as they are."""
+    layer = made.get_submodule(str(stem.target)) if stem is not None else None
+    if not isinstance(layer, FoldedConv2d):
+        return ()
+    return layer.conv.weight.dtype, layer.conv.weight.shape[1]
 
 
 class FoldedConv2d(nn.Module):
@@ -244,10 +251,6 @@ def _fold_at(traced: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> int:
         if isinstance(layer, FusedPool):
             traced.add_submodule(f"{node.name}_pool", layer.pool)
             call = traced.graph.call_module(f"{node.name}_pool", (call,))
-    if isinstance(layer, FusedNorm | FusedPool) and layer.forks:
-        for half in [*node.users]:
-            half.replace_all_uses_with(call)
-            traced.graph.erase_node(half)
     node.replace_all_uses_with(call)
     traced.graph.erase_node(node)
     traced.graph.erase_node(convolution)
@@ -266,8 +269,7 @@ def _folded(
     """The convolution that a node is with a norm folded into it; None: it is none, or is used elsewhere too."""
     if not isinstance(node, fx.Node) or len(node.users) > 1:
         return None
-    stem = _layer(traced, node) if _calls(traced, node.target) == 1 else None
-    conv = stem.conv if isinstance(stem, PaddedStem) else stem
+    conv = _layer(traced, node) if _calls(traced, node.target) == 1 else None
     if not isinstance(conv, nn.Conv2d) or type(conv).__name__ not in _CONVOLUTIONS or conv._forward_pre_hooks:
         return None
     if norm.running_mean is None or norm.running_var is None or conv._forward_hooks or norm._forward_hooks:
@@ -278,8 +280,8 @@ def _folded(
     )
     if not all(each.to(dtype).isfinite().all() for each in (weight, bias)):
         return None  # a channel that hardly ever varied: its factor does not fit into the format
-    if isinstance(stem, PaddedStem) and weight.is_cuda:
-        weight = nn.Parameter(functional.pad(weight, (0, 0, 0, 0, 0, stem.channels - conv.in_channels)))
+    if weight.is_cuda and node is stem_of(traced):
+        weight = nn.Parameter(functional.pad(weight, (0, 0, 0, 0, 0, PaddedStem(conv).channels - conv.in_channels)))
     made = _with_weights(conv, weight, bias, dtype)
     assert isinstance(made, nn.Conv2d)
     return FoldedConv2d(made, act=act, excite=excite)
