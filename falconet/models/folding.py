@@ -96,7 +96,7 @@ class FoldedConv2d(nn.Module):
         # As the kernels of norms take it: factor, shift, mean, 1 / deviation.
         self.register_buffer("table", torch.stack((one, shift, torch.zeros_like(one), one)), persistent=False)
         self._packed: Tensor | None = None  # the weight, as oneDNN reads it
-        self._has_engine = True  # in cuDNN, for the convolution and what follows it
+        self._has_engine = conv.groups == 1  # in cuDNN, for the convolution and what follows it
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         x = x.to(self.conv.weight.dtype)  # images, or what a norm in fp32 left
