@@ -1,6 +1,7 @@
 """A function of a batch as CUDA graphs: captured once for each shape, then replayed without the host's work."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Protocol
 
@@ -35,18 +36,44 @@ class Recording:
     ) -> None:
         """`pool`: memory that recordings share which are never replayed at the same time."""
         self.inputs, self._graph = inputs, torch.cuda.CUDAGraph()
-        stream = stream or _capturing_stream(inputs.device)
-        # Threads of a loader may allocate pinned memory meanwhile, which only concerns them. The outer context leaves
-        # the capturing stream, which some versions of torch keep after a failure.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream(inputs.device)),
-            torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
+        with capturing(self._graph, stream or _capturing_stream(inputs.device), pool or torch.cuda.graph_pool_handle()):
             self._outputs = compute(inputs)
 
     def replay(self) -> Tensor:
         self._graph.replay()
         return self._outputs
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Pool) -> Iterator[None]:
+    """Capture what is launched inside; after a failure the device can be used as before."""
+    torch.cuda.synchronize(stream.device)
+    torch.cuda.empty_cache()  # what was computed before is not in the graph's pool
+    with torch.cuda.stream(stream):
+        # Threads of a loader may allocate pinned memory meanwhile, which only concerns them.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            yield
+            graph.capture_end()
+        except BaseException:
+            _abandon(graph, stream.device, pool)
+            raise
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> None:
+    """End a capture that failed.
+
+    If CUDA has ended it, torch raises and leaves two things in the middle of it: its allocator, which then no longer
+    frees what other streams used, and its generator, which then gives no random numbers at all.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(RuntimeError):  # raised if the allocator has been told
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        generator = torch.cuda.default_generators[device.index]
+        generator.graphsafe_set_state(torch.Generator(device).manual_seed(generator.initial_seed()))
 
 
 @cache

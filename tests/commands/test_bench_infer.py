@@ -250,8 +250,8 @@ def test_profile_traces_instead_of_measuring(falconet):
     assert "traced 3 batches into profile" in answer.out
     assert "throughput" not in answer.out
     events = json.loads(Path("profile/profile.json").read_text())["traceEvents"]
-    assert any(event.get("name") == "aten::conv2d" for event in events)
-    assert "aten::conv2d" in Path("profile/profile.txt").read_text()
+    assert any("conv" in event.get("name", "") for event in events)
+    assert "conv" in Path("profile/profile.txt").read_text()
 
 
 def test_plan_reports_what_would_be_measured(falconet):
