@@ -293,7 +293,7 @@ def _predictor(subject: Subject, world: World, note: Say) -> Predict:
         batches = images.unbind() if images.dim() > 4 else (images,)
         return torch.cat([regime.run(found.model, normalise(batch)) for batch in batches])
 
-    return captured(predict, world.device, note=note, wanted=is_whole)
+    return captured(predict, world.device, note=note, wanted=is_whole and subject.options.machine.capture)
 
 
 def _batches(subject: Subject, world: World) -> list[Batch]:

@@ -32,6 +32,10 @@ def _photos(options: TrainOptions) -> bool:
     return options.data.data in PHOTOS
 
 
+def _may_use_cuda(options: TrainOptions) -> bool:
+    return options.machine.device != "cpu"
+
+
 def _has_replicas(options: TrainOptions) -> bool:
     return options.parallel.replicas != 1
 
@@ -175,6 +179,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((name, "--replicas or --pipeline-splits", _has_processes) for name in _PROCESS_OPTIONS),
     ("pipeline-schedule", "--pipeline-splits", _has_stages),
     ("wandb-project", "--wandb", lambda options: options.logging.wandb),
+    *((name, "--device cuda or auto", _may_use_cuda) for name in ("capture", "model-cache-path")),
 )
 
 
@@ -280,6 +285,7 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
         ("preprocessing", "with --format timm, whose config.json has it", lambda o: o.export.format != "timm"),
         ("half", "with --format timm, which opens fp32 weights", lambda o: o.export.format != "timm"),
         ("device", "without --format aoti: the file is for any device", lambda o: o.export.format == "aoti"),
+        ("capture", "on an export, which whoever runs it may capture", _never),
     ),
     commands.AverageOptions: (
         *(
@@ -297,7 +303,7 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
         _UNVALIDATED,
         *((name, _ALONE, _never) for name in _names(Model, but=("model",))),
         *((name.replace("_", "-"), _ALONE, _never) for name in _NOT_MIXED),
-        ("deterministic", _ALONE, _never),
+        *((name, _ALONE, _never) for name in ("deterministic", "capture", "model-cache-path")),
         *(
             (name, "without --split train", lambda options: options.bench.split == "train")
             for name in _names(Augmentation, but=_NOT_MIXED)

@@ -125,6 +125,8 @@ class Training:
     """End the training after this many epochs without a better validation."""
     gradient_accumulation: Annotated[int, AtLeast(1)] = 1
     """Micro-batches per update, on each replica."""
+    device_iterations: Annotated[int, AtLeast(1)] = 1
+    """Updates in a row before the host looks for a stop request; fewer up to a log, a save or a validation."""
     init_path: Path | None = local(None)
     """Start with the weights of a run's best checkpoint, of the one named, or of a safetensors or torch file."""
     pretrained: Literal["none", "auto", "published"] | Path = local("none", bare="published")
@@ -361,7 +363,7 @@ class FineTuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The device, number formats, determinism."""
+    """The device, number formats, determinism, captured graphs, compiled kernels."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if available, else cpu."""
@@ -371,6 +373,10 @@ class Machine:
     """CPU threads per process; auto: as in a restored run, else OMP_NUM_THREADS, else one per core. Changes bits."""
     deterministic: bool = True
     """On CUDA, use only deterministic kernels, so that a restored run equals an uninterrupted one bit for bit."""
+    capture: bool = True
+    """On CUDA, capture an update or a batch as a graph and replay it: the same numbers, less CPU work."""
+    model_cache_path: Path | None = local(None)
+    """Folder for compiled Triton kernels, which later starts load; default: TRITON_CACHE_DIR, else ~/.triton/cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -742,8 +748,6 @@ class Serving:
     """Seconds to finish requests in progress after a request to stop; those that need longer are cut off."""
     front_ends: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Threads that talk to clients; auto: 4 for a CUDA device, 1 for a CPU, which needs its cores to compute."""
-    capture: bool = True
-    """On CUDA, capture each batch size as a graph and replay it: the same scores, less CPU work."""
     half_partial: bool = False
     """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
 

@@ -259,4 +259,5 @@ def _classifier(
         regime=regime,
         device=device,
         data=data or options.Data(),
+        capture=asked.machine.capture,
     )

@@ -330,7 +330,8 @@ def pytorch_folder(shape: RunShape) -> Path:
 
 
 def pytorch_name(shape: RunShape) -> str:
-    return f"{folders.plain(shape.model)}_bs{shape.micro_batch}_{shape.precision}fp_r{shape.replicas}_di1"
+    sizes = f"bs{shape.micro_batch}_{shape.precision}fp_r{shape.replicas}_di{shape.in_a_row}"
+    return f"{folders.plain(shape.model)}_{sizes}"
 
 
 def tensorflow_folder(shape: RunShape) -> Path:

@@ -153,6 +153,13 @@ def logs(old: Values) -> Iterable[Effect]:
     updates = IMAGES[old.text("--dataset")] // effective
     steps = old.whole("--steps-per-log") * old.whole("--batches-per-step")
     yield To("logs-per-epoch", (str(max(1, updates // steps)),))
+    yield from in_a_row(old)
+
+
+def in_a_row(old: Values) -> Iterable[Effect]:
+    """Only where it was asked for: by default Ctrl-C would wait for hundreds of updates."""
+    if old.given("--batches-per-step"):
+        yield To("device-iterations", (old.text("--batches-per-step"),))
 
 
 def run_folder(old: Values) -> Iterable[Effect]:
@@ -206,6 +213,7 @@ def synthetic(old: Values) -> Iterable[Effect]:
     yield To("classes", ("10" if cifar else "1000",))
     yield To("image-size", ("32" if cifar else "224",))
     yield To("iterations", (str(old.whole("--steps") * old.whole("--batches-per-step")),))
+    yield from in_a_row(old)
     yield To("epoch", ("1",))
     yield To("warmup-epoch", ("0",))
     yield To("momentum", ("0",))
@@ -297,8 +305,8 @@ MAIN: tuple[Old, ...] = (
         "--batches-per-step",
         "whole",
         "250",
-        "logs-per-epoch",
-        "updates per step; the host starts each one",
+        "logs-per-epoch device-iterations",
+        "updates per step, in a row if it is given",
         least=1,
     ),
     nothing("--simulation", "flag", "runs on the devices of this machine; --device cpu leaves the GPU unused"),
@@ -344,7 +352,14 @@ SYNTHETIC: tuple[Old, ...] = (
         choices=("infer", "eval", "train"),
     ),
     part_of("--use-generated-data", "flag", None, "data", "--data generated instead of synthetic"),
-    part_of("--batches-per-step", "whole", "1000", "iterations", "times --steps: batches", least=1),
+    part_of(
+        "--batches-per-step",
+        "whole",
+        "1000",
+        "iterations device-iterations",
+        "times --steps: batches; in a row if it is given, with --mode train",
+        least=1,
+    ),
     part_of("--steps", "whole", "5", "iterations", "times --batches-per-step: batches", least=1),
     becomes("--shards", "whole", "1", "pipeline-splits", shards, "stages of equal cost, with --mode train", least=1),
     part_of("--pipeline", "flag", None, "pipeline-schedule", "grouped, else sequential"),

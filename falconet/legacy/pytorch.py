@@ -172,7 +172,10 @@ _PREDICTED = {  # what differs without training
     "--pipeline-splits": replace(_SHARED["--pipeline-splits"], effect="stages on as many devices, layers by our names"),
     "--iterations": replace(_SHARED["--iterations"], effect="times --device-iterations: batches, at most 2,000"),
     "--device-iterations": replace(
-        _SHARED["--device-iterations"], rule=device_batches, effect="scales --iterations; the host starts every batch"
+        _SHARED["--device-iterations"],
+        rule=device_batches,
+        new=("iterations",),
+        effect="scales --iterations; the host starts every batch",
     ),
     "--batchnorm-momentum": unused(_SHARED["--batchnorm-momentum"], "is for training"),
 }

@@ -13,7 +13,6 @@ from falconet.legacy.table import (
     Old,
     To,
     Values,
-    Variable,
     becomes,
     nothing,
     part_of,
@@ -144,8 +143,8 @@ def iterations(old: Values) -> Iterable[Effect]:
 
 
 def device_iterations(old: Values) -> Iterable[Effect]:
-    if old.whole("--device-iterations") > 1:
-        yield Note("--device-iterations: the host starts every update; only the length of random data is scaled")
+    if old.whole("--device-iterations", least=1) > 1:
+        yield To("device-iterations", (old.text("--device-iterations"),))
 
 
 def replicas(old: Values) -> Iterable[Effect]:
@@ -294,11 +293,6 @@ def weight_histogram(old: Values) -> Iterable[Effect]:
         yield To("weight-histogram")
 
 
-def cache(old: Values) -> Iterable[Effect]:
-    if old.has("--model-cache-path"):
-        yield Variable("TRITON_CACHE_DIR", old.text("--model-cache-path"))
-
-
 def compile_only(old: Values) -> Iterable[Effect]:
     if old.flag("--compile-only"):
         yield To("plan")
@@ -321,7 +315,12 @@ COMMON: tuple[Old, ...] = (
     becomes("--pipeline-splits", "text", None, "pipeline-splits", splits, "layers under our names", count="some"),
     becomes("--replicas", "whole", "1", "replicas", replicas, "the same; a launcher's number takes precedence"),
     becomes(
-        "--device-iterations", "whole", "1", "iterations", device_iterations, "scales --iterations; otherwise noted"
+        "--device-iterations",
+        "whole",
+        "1",
+        "device-iterations iterations",
+        device_iterations,
+        "the same, fewer up to a log, a save or a validation; scales --iterations",
     ),
     same("--half-partial", "flag"),
     nothing("--exchange-memory-target", "text", EXCHANGE, choices=("cycles", "balanced", "memory")),
@@ -350,7 +349,7 @@ COMMON: tuple[Old, ...] = (
     ),
     becomes("--eight-bit-io", "flag", None, "eight-bit-io", eight_bit, "the same; off by default"),
     same("--dataloader-worker", "whole", new="dataloader-workers", effect="threads instead of processes"),
-    becomes("--model-cache-path", "text", None, "TRITON_CACHE_DIR", cache, "where compiled kernels are kept"),
+    same("--model-cache-path", "text", effect="the same, for compiled kernels"),
     same("--input-image-padding", "flag"),
     nothing("--num-io-tiles", "whole", "copies always overlap with compute", "0"),
     becomes("--compile-only", "flag", None, "plan", compile_only, OFFLINE),

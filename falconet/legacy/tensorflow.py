@@ -293,7 +293,7 @@ _OTHERWISE = {  # options whose effect differs from training
             *("--mixup-alpha", "--cutmix-lambda", "--cutmix-version", "--BN-decay", "--block-survival-prob"),
             *("--max-cross-replica-buffer-size", "--enable-recomputation", "--identical-replica-seeding", "--BN-span"),
             *("--no-stochastic-rounding", "--stochastic-rounding", "--offload-fp32-weight-copy"),
-            *("--dataset-percentage-to-use", "--train-with-valid-preprocessing"),
+            *("--dataset-percentage-to-use", "--train-with-valid-preprocessing", "--batches-per-step"),
         )
     },
     "--seed": unused(_MACHINE["--seed"], "random numbers do not affect what is measured"),

@@ -143,6 +143,12 @@ def distributed(old: Values) -> Iterable[Effect]:
         )
 
 
+def in_a_row(old: Values) -> Iterable[Effect]:
+    """Only where it was asked for: by default Ctrl-C would wait for up to 1000 updates."""
+    if old.given("--batches-per-step"):
+        yield To("device-iterations", (old.text("--batches-per-step"),))
+
+
 MACHINE: tuple[Old, ...] = (
     becomes(
         "--replicas",
@@ -198,12 +204,15 @@ MACHINE: tuple[Old, ...] = (
         "OFF turns it off; the other values are the same here",
         choices=("ON", "ON_prng_stable", "RI_prng_stable", "OFF"),
     ),
-    nothing(
+    becomes(
         "--batches-per-step",
         "whole",
-        "the host starts every update",
         "1000",
+        "device-iterations",
+        in_a_row,
+        "the same, fewer up to a log, a save or a validation; 1 by default",
         aliases=("--device-iterations",),  # its name from SDK 2.6 on
+        least=1,
     ),
     becomes(
         "--select-ipu",

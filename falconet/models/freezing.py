@@ -88,6 +88,8 @@ class Hold:
             self._is_set = holds
             self._frozen.set(self._model, trains=not holds)
             self._changed()
+            for layer in self._evaluated:
+                layer.training = True
         if holds:
             for layer in self._evaluated:
                 layer.training = False

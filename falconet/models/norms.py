@@ -192,13 +192,13 @@ def move_once(model: nn.Module, *, micro_batches: int) -> None:
     layers = [(layer, layer.momentum) for layer in model.modules() if isinstance(layer, _BatchNorm)]
     if micro_batches == 1 or not layers:
         return
-    done = 0  # micro-batches of this update
+    counts = [0, 0]  # micro-batches of this update; of one that is only captured, which may be given up
 
-    def begin(module: nn.Module, _: Any) -> None:
-        nonlocal done
+    def begin(module: nn.Module, inputs: Any) -> None:
         if not module.training:
             return
-        done = done % micro_batches + 1
+        captures = inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        done = counts[captures] = counts[captures] % micro_batches + 1
         for layer, momentum in layers:
             if momentum is not None:  # None: a plain mean over all batches
                 layer.momentum = momentum / (micro_batches - (micro_batches - done) * momentum)

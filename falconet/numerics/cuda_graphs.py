@@ -36,7 +36,9 @@ class Recording:
     ) -> None:
         """`pool`: memory that recordings share which are never replayed at the same time."""
         self.inputs, self._graph = inputs, torch.cuda.CUDAGraph()
-        with capturing(self._graph, stream or _capturing_stream(inputs.device), pool or torch.cuda.graph_pool_handle()):
+        torch.cuda.synchronize(inputs.device)
+        torch.cuda.empty_cache()  # what was computed before is not in the graph's pool
+        with capturing(self._graph, stream=stream or _capturing_stream(inputs.device), pool=pool):
             self._outputs = compute(inputs)
 
     def replay(self) -> Tensor:
@@ -45,10 +47,9 @@ class Recording:
 
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Pool) -> Iterator[None]:
-    """Capture what is launched inside; after a failure the device can be used as before."""
-    torch.cuda.synchronize(stream.device)
-    torch.cuda.empty_cache()  # what was computed before is not in the graph's pool
+def capturing(graph: torch.cuda.CUDAGraph, *, stream: torch.cuda.Stream, pool: Pool | None = None) -> Iterator[None]:
+    """Capture what is launched within; nothing of it runs. `pool`: memory shared by graphs that never run together."""
+    pool = pool or torch.cuda.graph_pool_handle()
     with torch.cuda.stream(stream):
         # Threads of a loader may allocate pinned memory meanwhile, which only concerns them.
         graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -56,11 +57,11 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Pool
             yield
             graph.capture_end()
         except BaseException:
-            _abandon(graph, stream.device, pool)
+            _abandon(graph, stream, pool)
             raise
 
 
-def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> None:
+def _abandon(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Pool) -> None:
     """End a capture that failed.
 
     If CUDA has ended it, torch raises and leaves two things in the middle of it: its allocator, which then no longer
@@ -69,11 +70,12 @@ def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> N
     try:
         graph.capture_end()
     except RuntimeError:
-        with suppress(RuntimeError):  # raised if the allocator has been told
+        device = stream.device
+        with suppress(RuntimeError):  # raised if the allocator knows
             torch._C._cuda_endAllocateToPool(device.index, pool)
             torch._C._cuda_releasePool(device.index, pool)
-        generator = torch.cuda.default_generators[device.index]
-        generator.graphsafe_set_state(torch.Generator(device).manual_seed(generator.initial_seed()))
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+            torch.zeros((), device=device)  # the end of any capture tells the generator that none is under way
 
 
 @cache

@@ -51,6 +51,7 @@ class HalfOptimizer(torch.optim.Optimizer, ABC):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "an update is zero_grad, backward passes, step"
         update = self._fused if self._fuses else partial(self._plain, store=self._store())
+        self._tables.begin()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:

@@ -56,8 +56,9 @@ def load_state_tensors(
         for slot in slots[name]:
             stored = tensors[f"{slot}/{name}"]
             if slot == "step":
-                device = p.device if p in counted_on_device else torch.device("cpu")
-                optimizer.state[p][slot] = _count(stored, device)
+                optimizer.state[p][slot] = (
+                    stored.to(p.device, torch.float32, copy=True) if p in counted_on_device else _count(stored)
+                )
             else:
                 optimizer.state[p][slot] = _laid_out_like(p, stored, home or p.device)
 
@@ -137,8 +138,6 @@ def _tensor_of(number: Any) -> Tensor:
     return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64)
 
 
-def _count(stored: Tensor, device: torch.device) -> Tensor | int | float:
-    """The count in its original type: torch's are float32 tensors, Python's are 64-bit."""
-    if stored.dtype in (torch.int64, torch.float64):
-        return stored.item()
-    return stored.to(device=device, copy=True)
+def _count(stored: Tensor) -> Tensor | int | float:
+    """The count in its original type, on the host: torch's are float32 tensors, Python's are 64-bit."""
+    return stored.item() if stored.dtype in (torch.int64, torch.float64) else stored.cpu().clone()

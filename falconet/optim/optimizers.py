@@ -25,12 +25,11 @@ class Treatment:
 
 
 ALIKE = Treatment()
-CAPTURED = ("sgd", "adamw", "rmsprop", "lars")  # rules that read the rate on the device, so that a graph sees it change
 
 
 def build_optimizer(model: nn.Module, options: Optimizer, *, treatment: Treatment = ALIKE) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters; `set_lr` gives it a rate before each update."""
-    groups = _groups(model, options, treatment, on_device=options.optimizer in CAPTURED)
+    groups = _groups(model, options, treatment)
     on_cuda = any(p.is_cuda for group in groups for p in group["params"])
     # One pass over memory instead of three to ten. ResNet-18 on one core, ms per update, default -> fused:
     # sgd 9.2 -> 4.1, adamw 43 -> 6.2.
@@ -45,6 +44,8 @@ def build_optimizer(model: nn.Module, options: Optimizer, *, treatment: Treatmen
             return torch.optim.AdamW(groups, lr=0.0, eps=eps, fused=fused, capturable=on_cuda)
         case "rmsprop":
             return torch.optim.RMSprop(groups, lr=0.0, alpha=alpha, eps=eps, momentum=momentum, capturable=on_cuda)
+        case "rmsprop_tf" if on_cuda:  # timm's takes the rate from the host, and eight launches for each weight
+            return HalfRMSpropTF(groups, lr=0.0, alpha=alpha, eps=eps, momentum=momentum, rounding=None)
         case "rmsprop_tf":
             from timm.optim.rmsprop_tf import RMSpropTF  # timm takes two seconds to import
 
@@ -59,7 +60,7 @@ def build_scaled_optimizer(
     model: nn.Module, options: Optimizer, *, rounding: Rounding | None, treatment: Treatment = ALIKE
 ) -> HalfOptimizer:
     """The same for weights that may be half, gradients that are scaled and updates that may be skipped."""
-    groups = _groups(model, options, treatment, on_device=True)
+    groups = _groups(model, options, treatment)
     momentum, alpha, eps = options.momentum, options.rmsprop_decay, options.optimizer_eps
     match options.optimizer:
         case "sgd" | "sgd_combined":  # a skipped update must not touch the velocity, so gradients are kept apart
@@ -118,10 +119,10 @@ def undecayed_names(model: nn.Module, exclude: Literal["vectors", "norms", "noth
     )
 
 
-def _groups(model: nn.Module, options: Optimizer, treatment: Treatment, *, on_device: bool) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, options: Optimizer, treatment: Treatment) -> list[dict[str, Any]]:
     """Decayed parameters and the others, by their shares of the rate; only LARS reads `adapts`.
 
-    `on_device`: the rate is a number on the parameters' device, which a captured update reads.
+    On CUDA the rate is a number on the device: a captured update sees it change.
 
     Parameters that are frozen at first are apart, because torch's rules start the state of a whole group at once. A
     stage may have nothing to train.
@@ -136,7 +137,7 @@ def _groups(model: nn.Module, options: Optimizer, treatment: Treatment, *, on_de
             empty = {"params": [], "weight_decay": decay, "adapts": adapts, "share": share}
             groups.setdefault((adapts, share, names[p] in treatment.later), empty)["params"].append(p)
     for group in groups.values():
-        if on_device and group["params"][0].is_cuda:
+        if group["params"][0].is_cuda:
             group["lr"] = torch.zeros((), device=group["params"][0].device)
     return list(groups.values()) or [{"params": [], "weight_decay": options.weight_decay, "adapts": True}]
 
@@ -158,7 +159,7 @@ class CombinedSGD(torch.optim.Optimizer):
         assert not self._decayed, "zero_grad() twice without step(): velocity and gradient are one tensor"
         self._attach_velocities()
         for group in self.param_groups:
-            velocities = []
+            velocities: list[Tensor] = []
             for p in group["params"]:
                 if p in self.state:
                     velocities.append(p.grad)
@@ -168,7 +169,8 @@ class CombinedSGD(torch.optim.Optimizer):
                     p.grad.zero_()
             if velocities:
                 torch._foreach_mul_(velocities, group["momentum"])
-                self._decayed = True
+                # A capture only notes what is to be done, and may fail: then nothing has been done.
+                self._decayed = not (velocities[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -180,7 +182,21 @@ class CombinedSGD(torch.optim.Optimizer):
                 continue
             if group["weight_decay"]:
                 torch._foreach_add_(velocities, params, alpha=group["weight_decay"])
-            torch._foreach_add_(params, velocities, alpha=-group["lr"])
+            if isinstance(group["lr"], Tensor):  # which torch's sums cannot take as a factor
+                torch._fused_sgd_(
+                    params,
+                    velocities,
+                    [],
+                    weight_decay=0.0,
+                    momentum=0.0,
+                    lr=group["lr"],
+                    dampening=0.0,
+                    nesterov=False,
+                    maximize=False,
+                    is_first_step=False,
+                )
+            else:
+                torch._foreach_add_(params, velocities, alpha=-group["lr"])
             if group["momentum"]:
                 for p, velocity in zip(params, velocities, strict=True):
                     self.state[p]["velocity"] = velocity

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from falconet.config import options
 from falconet.config.fields import value_or
-from falconet.errors import DeviceError
+from falconet.errors import ConfigError, DeviceError, named_option
 from falconet.parallel.environment import Place, cores_of, threads_of
 from falconet.parallel.host import own_peak
 
@@ -111,6 +112,20 @@ def open_world(
     return join(place, chosen, timeout=timeout)
 
 
+def keep_compiled(folder: Path | None) -> None:
+    """Keep what Triton and torch's compiler build in `folder`, not in their own; before the first kernel is compiled.
+
+    cuDNN and cuBLAS come compiled; which of its kernels are fastest, cuDNN can only find again at every start.
+    """
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}; expected a folder that you may write to") from error
+    os.environ |= {"TRITON_CACHE_DIR": str(folder.resolve()), "TORCHINDUCTOR_CACHE_DIR": str(folder.resolve())}
+
+
 def device_kind(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,4 +166,6 @@ def threads(processes: int = 1) -> int:
 def open_machine(machine: options.Machine, *, place: Place | None = None) -> World:
     """Open the world that the options ask for: this process, or all that a launcher started."""
     count = value_or(machine.threads, threads())
+    with named_option("model_cache_path"):
+        keep_compiled(machine.model_cache_path)
     return open_world(machine.device, threads=count, deterministic=machine.deterministic, place=place)

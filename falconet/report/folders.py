@@ -24,6 +24,7 @@ class RunShape:
     precision: str
     rounds_stochastically: bool
     image_size: int  # pixels
+    in_a_row: int = 1  # --device-iterations
     suffix: str | None = None  # --name-suffix
     parent: Path | None = None  # where its folder goes; None: the folder of all run folders
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from falconet.checkpoint import disk
@@ -43,7 +43,7 @@ from falconet.parallel.collectives import Processes
 from falconet.parallel.data_parallel import AveragedReplicas, OneReplica, Replicas
 from falconet.parallel.grid import Grid, divide
 from falconet.parallel.slices import is_channels_last
-from falconet.parallel.world import World, open_world
+from falconet.parallel.world import World, keep_compiled, open_world
 from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
 from falconet.report.console import Say, Screen
@@ -71,6 +71,8 @@ def open_site(launch: Launch) -> Site:
     """Open the device, or join the processes that a launcher started."""
     options = launch.loaded.options
     threads = _threads(launch)
+    with named_option("model_cache_path"):
+        keep_compiled(options.machine.model_cache_path)
     world = open_world(
         options.machine.device,
         threads=threads,
@@ -286,14 +288,26 @@ class BuiltPhase:
 
     def step(self, state: TrainState) -> Step:
         step = self.placement.step(state, replicas=self.replicas, offender=self.offender)
-        if isinstance(step, LocalStep) and self._can_capture(state):
-            return CapturedStep(step, self.site.world.device)
-        return step
+        if self.uncaptured:
+            return step
+        assert isinstance(step, LocalStep)
+        return CapturedStep(step, self.site.world.device, note=self.site.note)
 
-    def _can_capture(self, state: TrainState) -> bool:
-        """Whether an update is work of the device alone, whose rate the update rule reads there."""
-        on_device = all(isinstance(group["lr"], Tensor) for group in state.optimizer.param_groups)
-        return on_device and isinstance(self.replicas, OneReplica) and state.hosted is None
+    @property
+    def uncaptured(self) -> str | None:
+        """Why updates are not captured as CUDA graphs; None: they are."""
+        parallel, division = self.options.parallel, self.launch.division
+        if self.site.world.device.type != "cuda":
+            return "there is no CUDA device"
+        if not self.options.machine.capture:
+            return "--no-capture"
+        if division.stages > 1:
+            return "stages of a pipeline wait for one another"
+        if division.replicas > 1:
+            return "replicas exchange gradients while they compute them"
+        if parallel.offload_optimizer:
+            return "the optimizer's state is in host memory"
+        return None
 
 
 def loss_scale(options: commands.TrainOptions, *, updates_per_epoch: int, regime: Regime, world: World) -> Scale | None:

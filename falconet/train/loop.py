@@ -42,6 +42,8 @@ def train(
             world.at(f"update {progress.update + 1}")
             meter.add(step(micro_batches, update=progress.update, lr=plan.lr(progress.update)))
             progress.update += 1
+            if not plan.returns_at(progress.update):
+                continue
             stopping = watch.stopping()
             if plan.logs_at(progress.update):
                 watch.log.log(meter)

@@ -29,6 +29,7 @@ from falconet.parallel.world import World
 from falconet.report.console import Say
 from falconet.train import evaluate, processes
 from falconet.train.build import BuiltPhase, Site, open_site, phases_built
+from falconet.train.capture import WARM
 from falconet.train.defaults import batch_for
 from falconet.train.placement import GIB, WholeModel, training_bytes
 from falconet.train.processes import Launch
@@ -291,7 +292,7 @@ def _try(built: BuiltPhase, *, messages: bool) -> None:
     if mixing.mixes_or_cuts(built.options.augmentation):
         mix = Mix(torch.ones(shape.micro_batch, device=device), torch.zeros(4, dtype=torch.int64, device=device))
     labels = torch.zeros(shape.micro_batch, dtype=torch.int64, device=device)
-    for update in range(UPDATES):
+    for update in range(UPDATES if built.uncaptured else WARM + 1):  # with a graph, which has memory of its own
         batch = Batch(_black(shape.micro_batch, side, device), labels, mix)
         step([batch] * min(2, shape.accumulation), update=update, lr=0.0)
     if built.plan.validation_mode != "none":

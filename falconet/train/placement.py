@@ -284,6 +284,7 @@ class WholeModel:
             world=setup.grid.world,
             note=setup.note,
             tta=setup.options.views.tta,
+            capture=setup.options.machine.capture,
         )
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:
@@ -359,6 +360,7 @@ def build_moving(
         elsewhere = Elsewhere(shards=shards, stages=stages)
         move = ScaledMove(state.model, state.optimizer, state.scale, offender=offender, step=step, elsewhere=elsewhere)
     averages = [state.ema] if state.ema else []
+    state.model.train()  # all layers of it; from here on the mode of the whole model tells that of each
     hold = Hold(state.model, frozen, until=setup.unfrozen_at, changed=replicas.look_again)
     return Moving(model=state.model, move=move, hold=hold.at, seed=setup.seed, averages=averages, replicas=replicas)
 

@@ -116,6 +116,7 @@ class Plan:
     limit: int | None = None  # updates of this phase, which may end within an epoch
     frozen_epochs: int | None = None  # after which frozen weights are trained too; None: never
     patience: int | None = None  # epochs without a better validation that end the training; None: any number
+    in_a_row: int = 1  # updates, at most, after which the host does more than start the next one
 
     @property
     def global_batch(self) -> int:
@@ -161,6 +162,11 @@ class Plan:
     def ends_epoch(self, update: int) -> bool:
         """Whether an epoch ends here, or the part of one that ends the training."""
         return self.place(update)[1] == 0 or update == self.updates
+
+    def returns_at(self, update: int) -> bool:
+        """Whether the host may do more here than start the next update; always where something is due."""
+        due = (self.ends_epoch, self.logs_at, self.saves_at, self.validates_at)
+        return (update - self.updates_before) % self.in_a_row == 0 or any(each(update) for each in due)
 
     def logs_at(self, update: int) -> bool:
         """Log points are spread evenly over an epoch, the last one at its end, or lie an interval apart."""
@@ -211,6 +217,7 @@ class Plan:
             f"global batch {self.global_batch:,} = micro-batch {self.micro_batch} x accumulation {self.accumulation}"
             f" x replicas {self.replicas}",
             f"{self._length()}; {counted(self.images, 'image')}{left}",
+            *([f"{self.in_a_row} updates in a row, fewer where something is due"] if self.in_a_row > 1 else []),
             f"learning rate {self.schedule.describe()}",
             f"validates {self._validation()}; saves {self._saving()}at the end",
         ]
@@ -274,6 +281,7 @@ def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int
         updates_before=updates_before,
         frozen_epochs=options.training.unfreeze_after,
         patience=options.training.early_stopping,
+        in_a_row=options.training.device_iterations,
     )
 
 

@@ -28,6 +28,7 @@ def brief(built: BuiltPhase) -> list[str]:
     """
     asked, device = built.options, built.site.world.device
     details = [
+        *([] if built.uncaptured else _updates(built)),
         *(_decoding(built) if native.library() else []),
         *input.input_lines(built.images, asked.data, asked.augmentation, device=device),
     ]
@@ -69,6 +70,7 @@ def _whole(built: BuiltPhase) -> list[str]:
         *_workspace(built),
         *_weights(built),
         *built.placement.lines(),
+        *_updates(built),
         *built.plan.lines(),
         *_balance(built),
         *_views(asked),
@@ -164,6 +166,14 @@ def _loss_scale(asked: commands.TrainOptions) -> str:
 def _workspace(built: BuiltPhase) -> list[str]:
     share = workspace_share(built.options, built.site.grid)
     return [] if share is None else [describe_workspace(share, built.site.world.device)]
+
+
+def _updates(built: BuiltPhase) -> list[str]:
+    """How they run on CUDA; on a CPU there is one way."""
+    if built.site.world.device.type != "cuda":
+        return []
+    reason = built.uncaptured
+    return [f"updates: not captured: {reason}" if reason else "updates: captured as CUDA graphs"]
 
 
 def _weights(built: BuiltPhase) -> list[str]:

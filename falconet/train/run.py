@@ -356,7 +356,8 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     step = _shown(built, _profiled(built, TimedStep(built.step(state), stopwatch), folder, state))
     output = _output(built, state, session, stopwatch=stopwatch, best=best)
     writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)
-    stop = StopRequest(screen.line)
+    in_a_row = built.plan.in_a_row
+    stop = StopRequest(screen.line, after="this update" if in_a_row == 1 else f"at most {in_a_row} updates")
     saving = _saving(built, state, session, output=output, writer=writer, stop=stop)
     with (
         stop,

@@ -563,6 +563,7 @@ def _fresh(options: commands.TrainOptions, conventions: Conventions) -> Path:
         precision=options.machine.precision,
         rounds_stochastically=options.numerics.enable_stochastic_rounding,
         image_size=side,
+        in_a_row=options.training.device_iterations,
         suffix=options.run.name_suffix,
     )
     return conventions.run_folder(shape)

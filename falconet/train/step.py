@@ -170,7 +170,8 @@ class Moving:
         """Set what changes from update to update."""
         # Dropout draws from the device's generator: seeded for each update, it has no state to save.
         torch.manual_seed((self.seed * 1_000_003 + update) % SEEDS)
-        self.model.train()
+        if not self.model.training:  # after a validation: going through all layers takes as long as a small update
+            self.model.train()
         self.hold(update)
         self.move.at(update, lr)
         for average in self.averages:

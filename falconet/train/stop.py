@@ -15,11 +15,12 @@ AGAIN = 0.2  # seconds after which a lost KeyboardInterrupt is raised again
 
 
 class StopRequest:
-    """Within it, the first signal only sets a flag, which the loop reads after each update."""
+    """Within it, the first signal only sets a flag, which the loop reads when the host has something to do."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Callable[[str], None], *, after: str = "this update") -> None:
+        """`after`: what is finished first."""
         self.requested = False
-        self._note = note
+        self._note, self._after = note, after
         self._before: dict[signal.Signals, Any] = {}
         self._hook: Callable[[Any], Any] = sys.unraisablehook
 
@@ -58,12 +59,12 @@ class StopRequest:
             signal.setitimer(signal.ITIMER_REAL, AGAIN)
             raise KeyboardInterrupt
         again = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        self._request(f"stopping after this update, then saving ({again} again: at once)")
+        self._request(f"stopping after {self._after}, then saving ({again} again: at once)")
 
     def _hang_up(self, _number: int, _frame: FrameType | None) -> None:
         """The system sends it, and then the shell: a second one does not mean to stop at once."""
         if not self.requested:
-            self._request("the terminal is gone: stopping after this update, then saving")
+            self._request(f"the terminal is gone: stopping after {self._after}, then saving")
 
     def _request(self, note: str) -> None:
         self.requested = True

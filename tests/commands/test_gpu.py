@@ -61,8 +61,9 @@ RUNS = {
 
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
 def test_no_update_waits_for_the_device(extra):
-    """Warm up, then run updates with every hidden synchronisation an error."""
+    """Warm up until a graph is captured, then run updates with every hidden synchronisation an error."""
     from falconet.train.build import BuiltPhase, open_site
+    from falconet.train.capture import WARM
     from falconet.train.processes import prepare
 
     launch = prepare(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions))))
@@ -71,12 +72,12 @@ def test_no_update_waits_for_the_device(extra):
     step = run.step(state)
     loader = run.placement.loader()
     updates = list(loader.updates(0))
-    for number, micro_batches in enumerate(updates[:2]):
+    for number, micro_batches in enumerate(updates[: WARM + 1]):
         step(micro_batches, update=number, lr=0.01)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for number, micro_batches in enumerate(updates[2:], start=2):
+        for number, micro_batches in enumerate(updates[WARM + 1 :], start=WARM + 1):
             step(micro_batches, update=number, lr=0.01)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -23,7 +23,6 @@ NOTED = [
         "--dataset-percentage-to-use: has an effect on ImageNet",
     ),
     ("pytorch:train.py", "--fine-tune-lr 0.1", "--fine-tune-lr: has no effect without --half-res-training"),
-    ("pytorch:train.py", "--device-iterations 4", "--device-iterations: the host starts every update"),
     ("tf1:train.py", f"{IMAGENET} --epochs 1", "warm-up of 5 epochs is longer than the training: it ends at"),
     (
         "tf1:train.py",

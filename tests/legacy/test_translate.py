@@ -138,6 +138,8 @@ TENSORFLOW = [
         {"profile": "", "enable-optimizer-rts": ""},
     ),
     (f"{IMAGENET} --compile-only", {"plan": ""}),
+    (f"{IMAGENET} --batches-per-step 8", {"device-iterations": "8"}),
+    (IMAGENET, {"device-iterations": "1"}),
     (
         f"{IMAGENET} --shards 4 --pipeline --pipeline-splits b1/2/relu b2/3/relu b3/5/relu --model-size 50",
         {"pipeline-splits": "layer1/2/act3 layer2/3/act3 layer3/5/act3", "pipeline-schedule": "grouped"},
@@ -196,7 +198,8 @@ PYTORCH = [
     ("--batch-size 8", {"micro-batch-size": "8"}),
     ("--eight-bit-io", {"normalization-location": "device"}),
     ("--normalization-location ipu", {"normalization-location": "device"}),
-    ("--data generated --iterations 5 --device-iterations 4", {"iterations": "20"}),
+    ("--data generated --iterations 5 --device-iterations 4", {"iterations": "20", "device-iterations": "4"}),
+    ("--data generated --device-iterations 1", {"device-iterations": "1"}),
     ("--norm-type group", {"norm-eps": "1e-05"}),
     ("--norm-type group --enable-fast-groupnorm", {"norm-grouping": "strided"}),
     ("--initial-loss-scaling 16 --loss-scaling 128", {"initial-loss-scaling": "16", "loss-scaling": "128"}),
@@ -240,7 +243,9 @@ POPART = [
     ("--learning-rate-decay 0.5,0.25 --learning-rate-schedule 0.5", {"lr": "0.25", "lr-decay": "0.5"}),
     ("--learning-rate-decay 1,0.5,0.1", {"lr": "0.5", "lr-decay": "0.5 0.2", "lr-epoch-decay": "15 22.5"}),
     ("--recompute", {"enable-recompute": ""}),
-    ("--steps-per-log 2 --batches-per-step 100", {"logs-per-epoch": "7"}),  # 50,000 / 32 = 1,562 updates
+    # 50,000 / 32 = 1,562 updates
+    ("--steps-per-log 2 --batches-per-step 100", {"logs-per-epoch": "7", "device-iterations": "100"}),
+    ("--steps-per-log 2", {"logs-per-epoch": "3", "device-iterations": "1"}),
 ]
 
 
@@ -296,7 +301,7 @@ SMALLER = [
         "popart:resnet_synthetic_benchmark.py",
         "--size 50 --batch-size 4 --steps 2 --batches-per-step 3 --mode train",
         "train",
-        {"model": "resnet50", "iterations": "6", "bottleneck-stride": "1x1", "micro-batch-size": "4"},
+        {"model": "resnet50", "iterations": "6", "device-iterations": "3", "micro-batch-size": "4"},
     ),
     ("tool:examples_utils benchmark", "--spec a b --benchmark c --logdir l", "bench", {"spec": "a b", "log-dir": "l"}),
 ]
@@ -355,8 +360,7 @@ def test_a_log_folder_holds_run_folders(program, line):
 
 def test_an_executable_cache_becomes_the_cache_of_compiled_kernels():
     translation = translate("pytorch:train.py", ["--model-cache-path", "my cache"])
-    assert translation.environment == {"TRITON_CACHE_DIR": "my cache"}
-    assert translation.line().startswith("TRITON_CACHE_DIR='my cache' falconet train ")
+    assert "--model-cache-path 'my cache'" in translation.line()
 
 
 def test_half_resolution_has_the_originals_defaults_and_our_layers():

@@ -11,6 +11,7 @@ from torch import nn
 from falconet.config.options import Optimizer
 from falconet.numerics.kernels.update_rules import trust_ratios
 from falconet.optim.ema import Ema
+from falconet.optim.half_optimizers import HalfRMSpropTF
 from falconet.optim.optimizers import (
     CombinedSGD,
     Lars,
@@ -353,6 +354,56 @@ def test_lars_equals_timms_while_the_rate_is_constant(network, accumulate):
             optimizer.step()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def trained(model, optimizer, accumulate, updates=6):
+    for update in range(updates):
+        set_lr(optimizer, 0.01 * (update + 1))
+        optimizer.zero_grad()
+        for key in (2 * update, 2 * update + 1):
+            accumulate(model, key)
+        optimizer.step()
+    return model
+
+
+def test_the_rule_that_replaces_timms_rmsprop_on_cuda_equals_it(network, accumulate):
+    rule = Optimizer(optimizer="rmsprop_tf", optimizer_eps=1e-3, weight_decay=0.01)
+    ours, theirs = network(), network()
+    groups = build_optimizer(ours, rule).param_groups
+    plain = {"lr": 0.0, "alpha": rule.rmsprop_decay, "eps": rule.optimizer_eps, "momentum": rule.momentum}
+    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
+    trained(ours, HalfRMSpropTF(groups, rounding=None, **plain), accumulate)
+    trained(theirs, build_optimizer(theirs, rule), accumulate)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_combined_sgd_with_its_rate_in_a_tensor_is_the_same(network, accumulate):
+    rule = Optimizer(optimizer="sgd_combined", weight_decay=0.01)
+    ours, theirs = network(), network()
+    optimizer = build_optimizer(ours, rule)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros(())
+    trained(ours, optimizer, accumulate)
+    trained(theirs, build_optimizer(theirs, rule), accumulate)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gpu_makes_the_updates_of_the_cpu(name, network):
+    def on_the_device(model, key):
+        noise, device = torch.Generator().manual_seed(key), next(model.parameters()).device
+        images = torch.randn(4, 3, 6, 6, generator=noise).to(device, memory_format=torch.channels_last)
+        nn.functional.cross_entropy(model(images), torch.randint(5, (4,), generator=noise).to(device)).backward()
+
+    rule = Optimizer(optimizer=name, optimizer_eps=1e-3, weight_decay=0.01)
+    here, there = network(), network().cuda()
+    for model in (here, there):
+        trained(model, build_optimizer(model, rule), on_the_device)
+    for p, q in zip(here.parameters(), there.parameters(), strict=True):
+        torch.testing.assert_close(p, q.cpu(), rtol=1e-3, atol=1e-5)
 
 
 def test_lars_leaves_the_gradients_unchanged(network, accumulate):

@@ -73,16 +73,19 @@ class Story:
         self.events.append(("amend", self.progress.update))
         self.saved = self.progress.to_json()
 
-    def run(self, progress=None):
+    def stopping(self):
+        return self.progress.update == self.stop_at
+
+    def run(self, progress=None, **changes):
         self.progress = progress or Progress()
         watch = SimpleNamespace(
             log=SimpleNamespace(log=self.log_point, end_epoch=self.end_epoch),
             validation=SimpleNamespace(run=self.validate),
             saving=SimpleNamespace(save=self.save, amend=self.amend),
-            stopping=lambda: self.progress.update == self.stop_at,
+            stopping=self.stopping,
             ended=lambda: False,
         )
-        train(plan(), self.progress, self.step, updates_of=self.updates_of, watch=watch, world=self.world)
+        train(plan(**changes), self.progress, self.step, updates_of=self.updates_of, watch=watch, world=self.world)
         return self
 
     def after(self, update):
@@ -101,6 +104,27 @@ def test_every_update_runs_once_in_order_with_its_batches_and_rate():
         [[("micro-batch", update // UPDATES, update % UPDATES)], update, plan().lr(update)]
         for update in range(EPOCHS * UPDATES)
     ]
+
+
+@pytest.mark.parametrize("in_a_row", [2, 3, 100])
+def test_updates_in_a_row_change_nothing(in_a_row):
+    assert Story().run(in_a_row=in_a_row).events == Story().run().events
+
+
+@pytest.mark.parametrize(("asked", "stopped"), [(1, 2), (2, 2), (5, 6), (7, 8)])
+def test_a_request_to_stop_is_heard_at_the_end_of_a_row(asked, stopped):
+    """Rows of 100 end at log points and saves: after 2, 3, 4, 6, 8, ... updates."""
+    story = Story()
+    heard = []
+
+    def stopping():
+        heard.append(story.progress.update)
+        return story.progress.update >= asked
+
+    story.stopping = stopping
+    with pytest.raises(Interrupted):
+        story.run(in_a_row=100)
+    assert (heard[-1], story.saved["update"]) == (stopped, stopped)
 
 
 def test_everything_happens_after_the_update_that_the_plan_names():

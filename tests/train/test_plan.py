@@ -140,6 +140,22 @@ def test_a_first_save_in_an_earlier_phase_does_not_delay_a_later_one():
     assert [update for update in range(35, 48) if made.saves_at(update)] == [39, 43, 47]
 
 
+@given(epochs=st.integers(1, 3), updates=st.integers(1, 12), logs=st.integers(1, 5), in_a_row=st.integers(1, 20))
+def test_the_host_returns_after_a_row_of_updates_and_wherever_something_is_due(epochs, updates, logs, in_a_row):
+    made = plan(epochs=epochs, updates_per_epoch=updates, logs_per_epoch=logs, epochs_per_save=0.4, in_a_row=in_a_row)
+    every = range(1, made.updates + 1)
+    returns = [update for update in every if made.returns_at(update)]
+    due = {update for update in every if made.logs_at(update) or made.saves_at(update) or made.validates_at(update)}
+    assert due | {update for update in every if update % in_a_row == 0} == set(returns)
+    assert returns[-1] == made.updates
+    assert all(later - earlier <= in_a_row for earlier, later in zip([0, *returns], returns, strict=False))
+
+
+def test_updates_in_a_row_are_in_the_plan():
+    assert "4 updates in a row, fewer where something is due" in plan(in_a_row=4).lines()
+    assert not any("in a row" in line for line in plan().lines())
+
+
 def test_the_learning_rate_is_the_schedule():
     made = plan(epochs=2, updates_per_epoch=3)
     assert [made.lr(update) for update in range(6)] == [

@@ -38,6 +38,13 @@ def test_the_first_signal_sets_a_flag_and_prints_a_line(number):
     assert notes == [f"stopping after this update, then saving ({again} again: at once)"]
 
 
+def test_a_request_names_what_is_finished_first():
+    notes = []
+    with StopRequest(notes.append, after="at most 8 updates"):
+        send(signal.SIGINT)
+    assert notes == ["stopping after at most 8 updates, then saving (Ctrl-C again: at once)"]
+
+
 @pytest.mark.parametrize(("first", "second"), list(product(SIGNALS, SIGNALS)))
 def test_the_second_signal_stops_at_once(first, second):
     notes = []

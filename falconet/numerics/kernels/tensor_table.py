@@ -55,8 +55,13 @@ class Tables:
     _chunks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _firsts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _rows: dict[tuple[int, ...], Upload] = field(default_factory=dict)
-    _captured: list[Upload] = field(default_factory=list)  # every replay of the graph copies them again
-    _spare: dict[int, Tensor] = field(default_factory=dict)  # by size; a capture cannot allocate pinned memory
+    _now: dict[tuple[int, ...], Upload | None] = field(default_factory=dict)  # of this update; None: not in a graph
+    _captured: list[Upload] = field(default_factory=list)  # every replay of their graph copies them again
+    _spare: dict[int, list[Tensor]] = field(default_factory=dict)  # by size; a capture cannot allocate pinned memory
+
+    def begin(self) -> None:
+        """Start an update. A graph has tables of its own: where they lie, another graph may write other things."""
+        self._now.clear()
 
     def chunks(self, group: Group) -> Tensor:
         """(row, chunk of that row) for each program, int32."""
@@ -76,23 +81,36 @@ class Tables:
 
     def rows(self, group: Group) -> Tensor:
         """One row per weight, int64; the host does not wait."""
-        flat = tuple(value for row in _rows(group) for value in row)
+        flat, device = tuple(value for row in _rows(group) for value in row), group.weights[0].device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self._in_graph(flat, device).there
+        self._now[flat] = None
+        if device.type == "cuda":
+            self._spare_one_each(len(flat))
         if flat not in self._rows:
             if len(self._rows) == KEPT:
                 del self._rows[next(iter(self._rows))]
-            self._rows[flat] = self._make(flat, group.weights[0].device)
+            self._rows[flat] = _upload(_table(flat), device)
         return self._rows[flat].there
 
-    def _make(self, flat: tuple[int, ...], device: torch.device) -> Upload:
-        host = torch.tensor(flat, dtype=torch.int64).view(-1, COLUMNS)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            assert len(flat) in self._spare, "run one update before the capture, which allocates the table's memory"
-            pinned = self._spare.pop(len(flat)).copy_(host)
-            self._captured.append(Upload(pinned, pinned.to(device, non_blocking=True)))
-            return self._captured[-1]
-        if device.type == "cuda" and len(flat) not in self._spare:
-            self._spare[len(flat)] = torch.empty_like(host).pin_memory()
-        return _upload(host, device)
+    def _in_graph(self, flat: tuple[int, ...], device: torch.device) -> Upload:
+        made = self._now.get(flat)
+        if made is None:
+            assert self._spare.get(len(flat)), "run one update before the capture, which allocates the tables' memory"
+            pinned = self._spare[len(flat)].pop().copy_(_table(flat))
+            made = self._now[flat] = Upload(pinned, pinned.to(device, non_blocking=True))
+            self._captured.append(made)
+        return made
+
+    def _spare_one_each(self, size: int) -> None:
+        """Have host memory for as many tables of this size as the update has had so far."""
+        spare, needed = self._spare.setdefault(size, []), sum(len(each) == size for each in self._now)
+        while len(spare) < needed:
+            spare.append(torch.empty(size // COLUMNS, COLUMNS, dtype=torch.int64).pin_memory())
+
+
+def _table(flat: tuple[int, ...]) -> Tensor:
+    return torch.tensor(flat, dtype=torch.int64).view(-1, COLUMNS)
 
 
 def same_layout(grad: Tensor, *, like: Tensor) -> Tensor:
