@@ -101,7 +101,7 @@ class FoldedConv2d(nn.Module):
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         x = x.to(self.conv.weight.dtype)  # images, or what a norm in fp32 left
         missing = self.conv.weight.shape[1] * self.conv.groups - x.shape[1]
-        if missing:
+        if missing > 0:
             x = functional.pad(x, (0, 0, 0, 0, 0, missing))
         if x.is_cuda and self.kind is not None and self.is_plain:
             return self._on_cuda(x, shortcut, act=self.kind)
@@ -137,6 +137,9 @@ class FoldedConv2d(nn.Module):
             found = self._by_cudnn(x, shortcut)
             if found is not None:
                 return found
+        if act == "none" and self.excite is None and shortcut is None:
+            alone: Tensor = self.conv(x)
+            return alone
         from falconet.models import batchnorm_kernels, excitation_kernels  # Triton comes with CUDA only
 
         conv = self.conv
@@ -202,7 +205,10 @@ def _with_weights(layer: nn.Module, weight: Tensor, bias: Tensor | None, dtype: 
 
 
 def _without_training(traced: fx.GraphModule) -> fx.GraphModule:
-    """The same graph without layers that do nothing in evaluation, which would hide a norm from what follows it."""
+    """The same graph without what only training needs, which would hide a norm, or what follows it.
+
+    Layers that do nothing in evaluation go; norms that span replicas become the plain ones that they were made from.
+    """
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(traced.graph, values))
@@ -212,6 +218,10 @@ def _without_training(traced: fx.GraphModule) -> fx.GraphModule:
         if layer is not None and type(layer).__name__ in _NOTHING:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif isinstance(layer, nn.BatchNorm2d) and hasattr(layer, "span"):
+            plain = copy.copy(layer)
+            plain.__class__ = type(layer).__bases__[0]
+            made.set_submodule(str(node.target), plain)
     made.recompile()
     return made
 

@@ -16,6 +16,8 @@ from falconet.config.options import Model
 from falconet.models import zoo
 from falconet.models.folding import FoldedConv2d, fold
 from falconet.numerics.precision import REGIMES
+from falconet.numerics.recompute import recompute
+from falconet.parallel import batchnorm
 
 NETWORKS = {  # batch norms
     "resnet18": 20,
@@ -92,6 +94,27 @@ def test_variants_of_layers_are_folded_too(options):
     assert found.folded == found.norms > 0
     with torch.inference_mode():
         assert difference(found.model(images()), model(images())) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["resnet20-cifar", "efficientnet-b0"])
+def test_norms_that_spanned_replicas_in_training_give_the_same_bits(name):
+    plain, spanning = built(name), built(name)
+    kinds = batchnorm._kinds()
+    for layer in spanning.modules():
+        if type(layer) in kinds:
+            layer.__class__, layer.span = kinds[type(layer)], None
+    found = [fold(model, torch.float32) for model in (plain, spanning)]
+    assert found[0].folded == found[1].folded
+    assert torch.equal(found[0].model(images(32)), found[1].model(images(32)))
+    assert all(hasattr(layer, "span") for layer in spanning.modules() if isinstance(layer, nn.BatchNorm2d))
+
+
+def test_a_model_that_recomputes_in_training_gives_the_same_bits():
+    plain, recomputing = built("resnet20-cifar"), built("resnet20-cifar")
+    recompute(recomputing, ["layer1/.*", "layer2/.*"])
+    found = [fold(model, torch.float32) for model in (plain, recomputing)]
+    assert found[0].folded == found[1].folded == 19
+    assert torch.equal(found[0].model(images(8)), found[1].model(images(8)))
 
 
 @pytest.mark.parametrize("options", [{"norm_type": "group", "norm_num_groups": 8}, {"norm_type": "none"}], ids=str)
@@ -228,7 +251,7 @@ def test_a_folded_network_is_close_on_a_gpu(name, precision):
         folded = fold(model, regime.formats(device)["activations"])
         assert folded.folded == folded.norms
         errors = [difference(regime.run(each, images().to(device)).cpu(), expected) for each in (folded.model, model)]
-    assert errors[0] < max(1.5 * errors[1], 1e-3 if precision == "32.32" else 0)  # fp32 convolutions may use TF32
+    assert errors[0] < max(2 * errors[1], 1e-3 if precision == "32.32" else 0)  # fp32 convolutions may use TF32
 
 
 @pytest.mark.gpu
