@@ -1,6 +1,6 @@
 """Classifiers: models that are ready to predict, with class names and preprocessing; from a run, or from weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +51,7 @@ class Classifier:
     tta: views.Kind = "none"  # the views of an image whose logits are averaged, as in the run's validations
     several_labels: bool = False  # whether an image has any number of the classes
     capture: bool = True  # whether batches are replayed as graphs on CUDA
+    note: Say = lambda _: None  # gets a line if they cannot be
 
     @property
     def served_name(self) -> str:
@@ -82,7 +83,7 @@ class Classifier:
         """Scores of images as validation reads them."""
         on_host = self.data.normalization_location == "host"
         preprocessing = self.preprocessing.unnormalised if on_host else self.preprocessing
-        return Scorer(self.model, lambda: self.scoring(preprocessing), self.device, capture=self.capture)
+        return self._scorer(lambda: self.scoring(preprocessing))
 
     @cached_property
     def by_inputs(self) -> Scorer:
@@ -92,7 +93,10 @@ class Classifier:
             model = self.folding().model
             return lambda images: self.regime.run(model, images)
 
-        return Scorer(self.model, build, self.device, capture=self.capture)
+        return self._scorer(build)
+
+    def _scorer(self, build: Callable[[], Compute]) -> Scorer:
+        return Scorer(self.model, build, self.device, note=self.note, capture=self.capture)
 
     @property
     def activation(self) -> Activation:
@@ -150,7 +154,7 @@ def open_classifier(command: type[AskedT], line: Sequence[Setting], note: Say) -
         with named_option("pretrained"):
             classifier, options = _opened(command, line, note, chosen=weights)
     views: Any = getattr(options, "views", None)  # a command without them, such as export, has those of the run
-    return replace(classifier, tta=views.tta) if views else classifier, options
+    return replace(classifier, note=note, tta=views.tta if views else classifier.tta), options
 
 
 def _opened(

@@ -22,10 +22,6 @@ Scores = npt.NDArray[Any]  # N x classes; float16 if the regime computes in fp16
 LANES = 2  # per CUDA device: one computes a batch while the other gathers and copies the next
 
 
-def ignore(_: str) -> None:
-    """Report nothing."""
-
-
 def buckets(max_batch: int) -> tuple[int, ...]:
     """Batch sizes to compute: the powers of two below `max_batch`, and `max_batch`."""
     powers = (1 << power for power in range(max_batch.bit_length()))
@@ -35,12 +31,10 @@ def buckets(max_batch: int) -> tuple[int, ...]:
 class Predictor:
     """Computes scores; batches are padded to the next bucket, so that the device sees few shapes."""
 
-    def __init__(self, classifier: Classifier, *, max_batch: int, captured: bool = True, note: Say = ignore) -> None:
-        """`note` gets a line if batches cannot be captured."""
+    def __init__(self, classifier: Classifier, *, max_batch: int, captured: bool = True) -> None:
         self.classifier = classifier
         self.buckets = buckets(max_batch)
-        self.captured = captured and classifier.device.type == "cuda"
-        self.note = note
+        self.captured = captured and classifier.capture and classifier.device.type == "cuda"
         self._score = classifier.scoring(classifier.preprocessing)
 
     @property
@@ -91,7 +85,7 @@ class Lane:
                 self._capture()
             except RuntimeError as error:
                 self._recordings.clear()
-                self._predictor.note(why_not(error))
+                self._predictor.classifier.note(why_not(error))
 
     def _capture(self) -> None:
         pool = torch.cuda.graph_pool_handle()  # shared by all: a lane computes one bucket at a time

@@ -6,16 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from falconet.numerics.cuda_graphs import Compute, captured
+from falconet.report.console import Say
 
 
 class Scorer:
     """A function of images that is built from a model's weights, and built again once they have changed."""
 
     def __init__(
-        self, model: nn.Module, build: Callable[[], Compute], device: torch.device, *, capture: bool = True
+        self, model: nn.Module, build: Callable[[], Compute], device: torch.device, *, note: Say, capture: bool
     ) -> None:
-        """`capture`: replay batches as graphs on CUDA."""
-        self._model, self._build, self._device, self._captures = model, build, device, capture
+        """`capture`: replay batches as graphs on CUDA; `note` gets a line if that fails."""
+        self._model, self._build, self._device = model, build, device
+        self._note, self._captures = note, capture
         self._versions: list[tuple[int, int]] = []
 
     @torch.inference_mode()
@@ -34,8 +36,7 @@ class Scorer:
         versions = [_version(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
         if versions != self._versions:
             self._versions, self._compute = versions, self._build()
-            # A user who predicts has not asked how: what cannot be captured is computed as it is.
-            self._captured = captured(self._compute, self._device, note=lambda _: None, wanted=self._captures)
+            self._captured = captured(self._compute, self._device, note=self._note, wanted=self._captures)
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

@@ -71,10 +71,6 @@ def overlook(logits: Tensor, labels: Tensor) -> None:
     """Observe nothing."""
 
 
-def overlook_note(text: str) -> None:
-    """Report nothing."""
-
-
 class FailedTogetherError(Exception):
     """A validation that failed in one of several processes and ended in all of them, so that they can still save.
 
@@ -152,7 +148,7 @@ def evaluate(
     observe: Observe = overlook,
     tally: "Tally | None" = None,
     capture: bool = True,
-    note: Say = overlook_note,
+    note: Say = lambda _: None,
 ) -> Evaluation:
     """The model's accuracy over all batches of all processes; labels of -1 are ignored.
 
