@@ -26,7 +26,7 @@ from falconet.numerics.kernels import FUSED
 TILE = 4096  # elements of a pass over all of them: rows by channels
 SUMMED = 2048  # elements of a pass that sums, which keeps its sums in registers
 WIDTHS = (16, 32, 64, 128)  # values of a tile's row
-PROGRAMS = 528  # of a pass that sums: four for each multiprocessor of an H100; a constant, because it changes bits
+MOMENTS, GRADIENTS = 1056, 528  # programs that sum, for each multiprocessor of an H100 8 and 4; others give other bits
 LEAST = 4  # tiles for each of them
 MERGED = 8  # channels of a program that merges
 CHUNK = 256  # sums that it reads at a time
@@ -108,17 +108,6 @@ def loaded(pointer, offsets, inside):
     return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
-HINTS = tl.constexpr(os.environ.get("H", "0") == "1")
-
-
-@triton.jit
-def once(pointer, offsets, inside):
-    """The same for values that are not read again soon."""
-    if HINTS:
-        return tl.load(pointer + offsets, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def _sum_moments(x, partial, count, units, joined, tiles, UNIT: tl.constexpr,
                  ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
@@ -191,7 +180,7 @@ def _normalise(y, statistics, shortcut, shortcut_statistics, z, bits, count, uni
         row_of(statistics, 1, channel, channels, there),
         row_of(statistics, 2, channel, channels, there),
     )
-    v = normed(once(y, offsets, inside), factor, bias, mean)
+    v = normed(loaded(y, offsets, inside), factor, bias, mean)
     if ADDS > 0:
         s = loaded(shortcut, offsets, inside)
         if ADDS == 2:
@@ -220,17 +209,13 @@ def bits_of(rows, count, wide, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
-              ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr, LAST: tl.constexpr,
+              ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr,
               ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """The gradient of the sum of norm and shortcut, and y, for one tile. KEPT: the signs are read, not found from y."""
-    if LAST:
-        d = once(dz, offsets, inside)
-        v = once(y, offsets, inside)
-    else:
-        d = loaded(dz, offsets, inside)
-        v = loaded(y, offsets, inside)
+    d = loaded(dz, offsets, inside)
     if TWO:
         d += loaded(dz2, offsets, inside)
+    v = loaded(y, offsets, inside)
     if KEPT:
         places, kept = bits_of(rows, count, wide, COLUMNS)
         eights = tl.load(bits + places, mask=kept, other=0)
@@ -262,7 +247,7 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, shortcut, shortcut_statistic
     for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), loop_unroll_factor=1 if STORES else 2):
         rows, offsets, inside = tile_of(tiles - 1 - number, count, wide, columns, there, ROWS)
         d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
-                         ACT, TWO, KEPT, False, ROWS, COLUMNS)  # fmt: skip
+                         ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
         if STORES:
             stored = d.to(g.dtype.element_ty)
             tl.store(g + offsets, stored, mask=inside)
@@ -326,7 +311,7 @@ def _spread_gradients(dz, dz2, y, bits, statistics, slopes, dy, shortcut, shortc
         row_of(statistics, 2, channel, channels, there),
     )
     d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
-                     ACT, TWO, KEPT, True, ROWS, COLUMNS)  # fmt: skip
+                     ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
     tl.store(dy + offsets, sloped(d, v, slopes, channel, channels, there).to(dy.dtype.element_ty), mask=inside)
     if DOWN:
         s = sloped(d, loaded(shortcut, offsets, inside), shortcut_slopes, channel, channels, there)
@@ -349,7 +334,7 @@ def dense(gradient: Tensor) -> Tensor:
         return gradient.contiguous(memory_format=torch.channels_last)
     out = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device, memory_format=torch.channels_last)
     elements = channels * height * width
-    _expand[(images, -(-elements // TILE))](gradient, out, elements, channels, SIZE=TILE)
+    _expand[(images, -(-elements // TILE))](gradient, out, elements, channels, SIZE=TILE, **FUSED)
     return out
 
 
@@ -393,16 +378,11 @@ class Table:
     def columns(self) -> int:
         return -(-self.wide // self.width)
 
-    @cached_property
-    def summed(self) -> "Summed":
-        """A pass that sums."""
+    def summed(self, most: int) -> "Summed":
+        """A pass that sums, by at most so many programs."""
         rows = SUMMED // self.width
         tiles = -(-self.count // rows)
-        return Summed(rows, tiles, max(1, min(PROGRAMS // self.columns, tiles // LEAST)))
-
-    def sums(self, number: int, device: torch.device) -> Tensor:
-        """Where the programs of such a pass put their sums, each `number` of them."""
-        return torch.empty((number, self.summed.programs * self.joined, self.channels), device=device)
+        return Summed(self, rows, tiles, max(1, min(most // self.columns, tiles // LEAST)))
 
     @cached_property
     def walked(self) -> tuple[tuple[int, int], dict[str, int]]:
@@ -417,19 +397,40 @@ class Table:
         sizes = {"count": self.count, "units": self.channels // unit, "joined": self.joined}
         return {**sizes, "UNIT": unit, "COLUMNS": self.width, **FUSED}
 
-    @cached_property
-    def merged(self) -> tuple[tuple[int], dict[str, int]]:
-        """Grid and constants of the kernel that merges a pass's sums."""
-        sizes = {"count": self.values, "sums": self.summed.programs * self.joined, "channels": self.channels}
-        return (-(-self.channels // MERGED),), {**sizes, "CHUNK": CHUNK, "COLUMNS": MERGED, **FUSED}
 
-
-class Summed(NamedTuple):
+@dataclass(frozen=True)
+class Summed:
     """How a pass that sums divides a table."""
 
+    table: Table
     rows: int  # of a tile
     tiles: int
     programs: int  # of each column
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.programs, self.table.columns
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"tiles": self.tiles, "ROWS": self.rows, **self.table.shape}
+
+    def partial(self, number: int, device: torch.device) -> Tensor:
+        """Where the programs put their sums, each `number` of them."""
+        return torch.empty((number, self.programs * self.table.joined, self.table.channels), device=device)
+
+    @property
+    def merged(self) -> "Merged":
+        return merging(self.table, self.programs * self.table.joined)
+
+
+Merged = tuple[tuple[int], dict[str, int]]  # grid and constants of a kernel that merges sums
+
+
+def merging(table: Table, sums: int) -> Merged:
+    """`sums`: of each channel."""
+    sizes = {"count": table.values, "sums": sums, "channels": table.channels}
+    return (-(-table.channels // MERGED),), {**sizes, "CHUNK": CHUNK, "COLUMNS": MERGED, **FUSED}
 
 
 class Running(NamedTuple):
@@ -444,10 +445,10 @@ class Running(NamedTuple):
 def statistics(x: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float) -> Tensor:
     """4 x C: weight / deviation, bias, mean, 1 / deviation; moves the running statistics."""
     table = Table.of(x)
-    partial, found = table.sums(2, x.device), torch.empty((4, table.channels), device=x.device)
-    rows, tiles, programs = table.summed
-    _sum_moments[(programs, table.columns)](x, partial, tiles=tiles, ROWS=rows, **table.shape)
-    grid, constants = table.merged
+    found, summed = torch.empty((4, table.channels), device=x.device), table.summed(MOMENTS)
+    partial = summed.partial(2, x.device)
+    _sum_moments[summed.grid](x, partial, **summed.constants)
+    grid, constants = summed.merged
     mean, variance, batches, momentum = running or (found, found, found, 0.0)
     _merge_moments[grid](
         partial, x, weight, bias, mean, variance, batches, found,
@@ -496,16 +497,16 @@ def backward(
     shortcut, other_found, bits = added or Added()
     down, two, kept = other_found is not None, dz2 is not None, bits is not None
     stores = added is not None and (kept or two)  # else the shortcut's gradient is dz itself
-    partial = table.sums(3 if down else 2, y.device)
+    summed = table.summed(GRADIENTS)
+    partial = summed.partial(3 if down else 2, y.device)
     g = torch.empty_like(y) if stores else dz
     other, other_statistics = (shortcut, other_found) if down else (y, found)
-    rows, tiles, programs = table.summed
-    _sum_gradients[(programs, table.columns)](
-        dz, dz2 if two else dz, y, bits if kept else dz, g, found, other, other_statistics, partial, tiles=tiles,
-        ACT=kind, TWO=two, KEPT=kept, STORES=stores, DOWN=down, ROWS=rows, **table.shape,
+    _sum_gradients[summed.grid](
+        dz, dz2 if two else dz, y, bits if kept else dz, g, found, other, other_statistics, partial,
+        ACT=kind, TWO=two, KEPT=kept, STORES=stores, DOWN=down, **summed.constants,
     )  # fmt: skip
-    own, slopes = merged(partial, 1, found, table.merged)
-    others, other_slopes = merged(partial, 2, other_statistics, table.merged) if down else (own, slopes)
+    own, slopes = merged(partial, 1, found, summed.merged)
+    others, other_slopes = merged(partial, 2, other_statistics, summed.merged) if down else (own, slopes)
     dy, dother = torch.empty_like(y), torch.empty_like(y) if down else y
     two, kept, kind = (False, False, 0) if stores else (two, kept, kind)  # g has them already
     grid, constants = table.walked
@@ -518,9 +519,7 @@ def backward(
     return Gradients(dy, *own), Gradients(dother, *others) if down else g
 
 
-def merged(
-    partial: Tensor, line: int, found: Tensor, how: tuple[tuple[int], dict[str, int]]
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def merged(partial: Tensor, line: int, found: Tensor, how: Merged) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Gradients of weight and bias, and the slopes."""
     channels = partial.shape[-1]
     dweight, dbias = torch.empty((2, channels), device=found.device).unbind()

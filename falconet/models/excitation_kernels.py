@@ -17,14 +17,14 @@ from torch import Tensor
 
 from falconet.models.batchnorm_kernels import (
     ACTIVATIONS,
-    CHUNK,
-    MERGED,
+    WIDTHS,
     Gradients,
     Table,
     activated,
     columns_of,
     loaded,
     merged,
+    merging,
     normed,
     passed,
     row_of,
@@ -33,8 +33,8 @@ from falconet.models.batchnorm_kernels import (
 )
 from falconet.numerics.kernels import FUSED
 
-PROGRAMS = 4224  # of a pass that sums each image: 32 for each multiprocessor of an H100; a constant, as it changes bits
-SUMMED = 512  # elements of such a pass; one warp, so that no warp waits for another
+PROGRAMS = 2112  # of a pass that sums each image: 16 for each multiprocessor of an H100; a constant: it changes bits
+SUMMED = 1024  # elements of such a pass, which keeps three sums in registers
 SIZES = ["count", "joined", "in_image", "parts", "images", "scale"]  # compiled once for all values
 
 
@@ -56,7 +56,7 @@ def _sum_images(dz, y, statistics, partial, in_image, units, joined, parts, imag
         tl.zeros((ROWS, COLUMNS), tl.float32),
     )
     start = (tl.program_id(0) // parts).to(tl.int64) * in_image * wide
-    for number in tl.range(tl.program_id(0) % parts, tl.cdiv(in_image, ROWS), parts, loop_unroll_factor=4):
+    for number in tl.range(tl.program_id(0) % parts, tl.cdiv(in_image, ROWS), parts, loop_unroll_factor=2):
         _, offsets, inside = tile_of(number, in_image, wide, columns, there, ROWS)
         x = loaded(y + start, offsets, inside)
         v = normed(x, factor, bias, mean)
@@ -155,6 +155,11 @@ class Images(Table):
         return cls(x.shape[0] * pixels, x.shape[1], pixels, x.shape[0])
 
     @property
+    def width(self) -> int:
+        """One for most channels: the fewer there are, the less is compiled."""
+        return WIDTHS[-1] if self.wide >= WIDTHS[-1] else super().width
+
+    @property
     def in_image(self) -> int:
         """Joined rows of an image."""
         return self.period // self.joined
@@ -185,7 +190,7 @@ class Excitation:
         _sum_images[(table.images * table.parts, table.columns)](
             self.y if dz is None else dz, self.y, self.found, partial, table.in_image, parts=table.parts,
             images=table.images, ACT=ACTIVATIONS[self.act], BACK=dz is not None,
-            ROWS=SUMMED // table.width, num_warps=1, **sizes,
+            ROWS=SUMMED // table.width, **sizes,
         )  # fmt: skip
         total = torch.empty((3, table.images, table.channels), device=device)
         _merge_images[(table.images, -(-table.channels // 128), 3)](
@@ -216,9 +221,7 @@ class Excitation:
         partial = torch.empty((2, table.images, table.channels), device=dz.device)
         elements = table.images * table.channels
         _weigh_images[(-(-elements // 1024),)](*sums, gate, dmean, partial, elements, scale, SIZE=1024, **FUSED)
-        sizes = {"count": table.values, "sums": table.images, "channels": table.channels}
-        how = (-(-table.channels // MERGED),), {**sizes, "CHUNK": CHUNK, "COLUMNS": MERGED, **FUSED}
-        own, slopes = merged(partial, 1, self.found, how)
+        own, slopes = merged(partial, 1, self.found, merging(table, table.images))
         dy = torch.empty_like(self.y)
         grid, constants = table.walked
         _spread_excited[grid](

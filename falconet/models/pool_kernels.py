@@ -13,12 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from falconet.models.batchnorm_kernels import (
+    GRADIENTS,
     WIDTHS,
     Gradients,
     Table,
     columns_of,
     loaded,
     merged,
+    merging,
     normed,
     row_of,
     sloped,
@@ -96,27 +98,47 @@ def _sum_pooled(dz, dz2, winners, before, g, statistics, partial, count, tiles, 
     tl.store(out + tl.num_programs(0) * wide, tl.sum(second, 0), mask=there)
 
 
+@triton.jit
+def _of_window(g, winners, down, right, image, lower, far, columns, there, exists, channels):
+    """Gradients and winners of pooled pixels; 9 where there is none."""
+    valid = exists & (down < lower) & (right < far)
+    inside = valid[:, None] & there[None, :]
+    offsets = ((image * lower + down).to(tl.int64) * far + right)[:, None] * channels + columns[None, :]
+    return loaded(g, offsets, inside), tl.load(winners + offsets, mask=inside, other=9).to(tl.int32)
+
+
+@triton.jit
+def _put(dy, y, d, slopes, image, line, column, height, width, exists, columns, channel, there, channels):
+    """The gradient of a pixel, from that of its activation."""
+    inside = (exists & (line < height) & (column < width))[:, None] & there[None, :]
+    offsets = ((image * height + line).to(tl.int64) * width + column)[:, None] * channels + columns[None, :]
+    v = sloped(d, loaded(y, offsets, inside), slopes, channel, channels, there)
+    tl.store(dy + offsets, v.to(dy.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _spread_pooled(g, y, winners, slopes, dy, count, height, width, units, UNIT: tl.constexpr,
                    ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The gradient of y, of which up to four windows hold a pixel; `count`: pixels of y."""
+    """The gradient of y, for blocks of four pixels: a window's own, and those that it shares with the next windows."""
     channels = units * UNIT
     columns, channel, there = columns_of(channels, 1, COLUMNS)
-    pixel, image, line, column, exists = _place(tl.program_id(0), count, height, width, ROWS)
     lower, far = (height + 1) // 2, (width + 1) // 2
-    d = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for window in tl.static_range(4):
-        down, right = (line + 1) // 2 - window // 2, (column + 1) // 2 - window % 2
-        tap_down, tap_right = line + 1 - 2 * down, column + 1 - 2 * right
-        valid = exists & (tap_down < 3) & (tap_right < 3) & (down >= 0) & (down < lower) & (right >= 0) & (right < far)
-        inside = valid[:, None] & there[None, :]
-        offsets = ((image * lower + down).to(tl.int64) * far + right)[:, None] * channels + columns[None, :]
-        winner = tl.load(winners + offsets, mask=inside, other=9).to(tl.int32)
-        d += tl.where(winner == (tap_down * 3 + tap_right)[:, None], loaded(g, offsets, inside), 0.0)
-    offsets = pixel[:, None].to(tl.int64) * channels + columns[None, :]
-    inside = exists[:, None] & there[None, :]
-    v = sloped(d, loaded(y, offsets, inside), slopes, channel, channels, there)
-    tl.store(dy + offsets, v.to(dy.dtype.element_ty), mask=inside)
+    _, image, line, column, exists = _place(tl.program_id(0), count, lower, far, ROWS)
+    own, won = _of_window(g, winners, line, column, image, lower, far, columns, there, exists, channels)
+    east, won_east = _of_window(g, winners, line, column + 1, image, lower, far, columns, there, exists, channels)
+    south, won_south = _of_window(g, winners, line + 1, column, image, lower, far, columns, there, exists, channels)
+    last, won_last = _of_window(g, winners, line + 1, column + 1, image, lower, far, columns, there, exists, channels)
+    d = tl.where(won == 4, own, 0.0)
+    _put(dy, y, d, slopes, image, 2 * line, 2 * column, height, width, exists, columns, channel, there, channels)
+    d = tl.where(won == 5, own, 0.0) + tl.where(won_east == 3, east, 0.0)
+    _put(dy, y, d, slopes, image, 2 * line, 2 * column + 1, height, width, exists, columns, channel, there, channels)
+    d = tl.where(won == 7, own, 0.0) + tl.where(won_south == 1, south, 0.0)
+    _put(dy, y, d, slopes, image, 2 * line + 1, 2 * column, height, width, exists, columns, channel, there, channels)
+    d = tl.where(won == 8, own, 0.0) + tl.where(won_east == 6, east, 0.0)
+    d += tl.where(won_south == 2, south, 0.0) + tl.where(won_last == 0, last, 0.0)
+    _put(
+        dy, y, d, slopes, image, 2 * line + 1, 2 * column + 1, height, width, exists, columns, channel, there, channels
+    )
 
 
 def forward(y: Tensor, found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +149,7 @@ def forward(y: Tensor, found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torch.empty(pooled, dtype=dtype, device=y.device, memory_format=torch.channels_last)
         for dtype in (y.dtype, torch.uint8, y.dtype)
     )
-    grid, constants = _walked(z, y)
+    grid, constants = _walked(y)
     _pool[grid](y, found, z, winners, before, **constants)
     return z, winners, before
 
@@ -136,24 +158,24 @@ def backward(
     dz: Tensor, y: Tensor, found: Tensor, winners: Tensor, before: Tensor, *, dz2: Tensor | None = None
 ) -> Gradients:
     """dz + dz2 is the result's gradient."""
-    table, g, dy = Table.of(dz), torch.empty_like(dz), torch.empty_like(y)
-    partial, (rows, tiles, programs) = table.sums(2, y.device), table.summed
-    _sum_pooled[(programs, table.columns)](
+    g, dy, summed = torch.empty_like(dz), torch.empty_like(y), Table.of(dz).summed(GRADIENTS)
+    partial = summed.partial(2, y.device)
+    _sum_pooled[summed.grid](
         dz, dz if dz2 is None else dz2, winners, before, g, found, partial,
-        tiles=tiles, TWO=dz2 is not None, ROWS=rows, **table.shape,
+        TWO=dz2 is not None, **summed.constants,
     )  # fmt: skip
-    grid, constants = table.merged
-    own, slopes = merged(partial, 1, found, (grid, {**constants, "count": Table.of(y).values}))
-    grid, constants = _walked(y, y)
+    own, slopes = merged(partial, 1, found, merging(Table.of(y), partial.shape[1]))
+    grid, constants = _walked(y)
     _spread_pooled[grid](g, y, winners, slopes, dy, **constants)
     return Gradients(dy, *own)
 
 
-def _walked(over: Tensor, y: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and constants of a pass over the pixels of a tensor."""
-    channels, count = y.shape[1], over.numel() // y.shape[1]
+def _walked(y: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and constants of a pass over the pooled pixels."""
+    images, channels, height, width = y.shape
+    count = images * ((height + 1) // 2) * ((width + 1) // 2)
     unit = 1 if channels % 8 else 8
     columns = min(WIDTHS, key=lambda width: (-(-channels // width) * width, -width))
-    sizes = {"count": count, "height": y.shape[2], "width": y.shape[3], "units": channels // unit}
+    sizes = {"count": count, "height": height, "width": width, "units": channels // unit}
     constants = {**sizes, "UNIT": unit, "ROWS": TILED // columns, "COLUMNS": columns, **FUSED}
     return (-(-count // constants["ROWS"]), -(-channels // columns)), constants
