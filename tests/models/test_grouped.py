@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from falconet.models import fusion, zoo
 from falconet.models.grouped import GroupedConv, can_compute
 
 CASES = [
@@ -85,6 +86,12 @@ def test_the_convolution_itself_runs_on_the_cpu():
     layer = GroupedConv(conv)
     assert torch.equal(layer(x), conv(x))
     assert [*layer.parameters()] == [conv.weight]
+
+
+def test_the_training_pass_of_a_resnext_has_them():
+    traced = fusion.fuse(zoo.build("resnext50", classes=10, seed=0)).model
+    called = [traced.get_submodule(str(node.target)) for node in traced.graph.nodes if node.op == "call_module"]
+    assert sum(isinstance(layer, GroupedConv) for layer in called) == 14  # of 16; the last two have groups of 32
 
 
 def test_shapes_are_found_without_a_device():
