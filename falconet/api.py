@@ -97,7 +97,15 @@ def evaluate(model: "Model | Run | str | Path", photos: str | Path | None = None
         opened = model if isinstance(model, Model) else load(model)
         about, notes = opened.classifier, list[str]()
         images, world = _images(about, photos), World(device=about.device)
-        measure = evaluator(images, about.data, regime=about.regime, world=world, note=notes.append, tta=about.tta)
+        measure = evaluator(
+            images,
+            about.data,
+            regime=about.regime,
+            world=world,
+            note=notes.append,
+            tta=about.tta,
+            capture=about.capture,
+        )
         found = measure(about.model, never)
     for note in notes:
         warnings.warn(note, stacklevel=2)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -24,7 +24,9 @@ from falconet.data.input import Input
 from falconet.data.loader import BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError, DataError, named_option
 from falconet.models import splits
+from falconet.models.folding import Folding, fold
 from falconet.models.zoo import build_model
+from falconet.numerics.cuda_graphs import Captured, captured
 from falconet.numerics.precision import (
     REGIMES,
     allow_half_partials,
@@ -111,7 +113,7 @@ def _go(subject: Subject, world: World, conventions: Conventions) -> None:
 
 def _trace(subject: Subject, world: World) -> None:
     """Trace a few batches on the first process."""
-    predict, folder = _predictor(subject, world), Path(os.environ.get(RUNS) or "profile")
+    predict, folder = _predictor(subject, world, console.spoken(world)), Path(os.environ.get(RUNS) or "profile")
     images = [batch.images.to(world.device) for batch in _batches(subject, world)]
     if world.is_first:
         write_trace(lambda number: predict(images[number % len(images)]), folder, device=world.device)
@@ -218,11 +220,15 @@ def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note
 
 def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
     options, screen = subject.options, console.screen_of(world)
-    predict, batches = _predictor(subject, world), _batches(subject, world)
+    at_once = options.inference.device_iterations
+    predict, batches = _predictor(subject, world, screen.line), joined(_batches(subject, world), at_once)
+    if isinstance(predict, Captured):
+        predict.prepare(batches[0].images.to(world.device))
     trial = try_out(predict, batches[0], world=world)
-    count, repeat = _count(options, trial.seconds, screen.line), options.inference.repeat
+    count = -(-_count(options, trial.seconds / at_once, screen.line) // at_once)
+    repeat = options.inference.repeat
     on_host = options.data.data != "synthetic" and world.device.type == "cuda"
-    per_batch = options.data.micro_batch * world.size
+    per_batch = options.data.micro_batch * world.size * at_once  # or per several, which the host gets together
     copied: list[Series] = []
     resident: list[Series] = []
     for number in range(1, repeat + 1):
@@ -256,7 +262,7 @@ def _measure(subject: Subject, world: World, conventions: Conventions) -> None:
             batch = lines.TimedBatch(per_batch / seconds, 1000 * seconds, instance=world.rank, instances=world.size)
             screen.line(conventions.batch(batch))
     peak = world.peak_memory()
-    ours = [*_own_lines(main, inner, copied=on_host), f"peak memory  {peak / 2**30:.2f} GiB"]
+    ours = [*_own_lines(main, inner, copied=on_host, at_once=at_once), f"peak memory  {peak / 2**30:.2f} GiB"]
     for text in [*conventions.predictions(found), *ours]:
         screen.line(text)
     if world.is_first:
@@ -276,14 +282,18 @@ def _count(options: InferOptions, seconds: float, say: Say) -> int:
     return fitting
 
 
-def _predictor(subject: Subject, world: World) -> Predict:
-    normalise = subject.images.normalise(world.device)
+def _predictor(subject: Subject, world: World, note: Say) -> Predict:
+    """The model as it predicts everywhere: norms folded, batches captured."""
     regime, model = REGIMES[subject.options.machine.precision], subject.model
+    is_whole = not isinstance(model, splits.OverDevices)  # a graph, and so its capture, is of one device
+    found = fold(model, regime.formats(world.device)["activations"]) if is_whole else Folding(model, 0, 0)
+    normalise = subject.images.normalise(world.device, dtype=found.dtype, channels=found.channels)
 
     def predict(images: Tensor) -> Tensor:
-        return regime.run(model, normalise(images))
+        batches = images.unbind() if images.dim() > 4 else (images,)
+        return torch.cat([regime.run(found.model, normalise(batch)) for batch in batches])
 
-    return predict
+    return captured(predict, world.device, note=note, wanted=is_whole and subject.options.machine.capture)
 
 
 def _batches(subject: Subject, world: World) -> list[Batch]:
@@ -305,22 +315,40 @@ def _batches(subject: Subject, world: World) -> list[Batch]:
     return [batch._replace(images=_held(batch.images, world.device)) for batch in held]
 
 
+def joined(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """As many batches as one, whose images are count x N x 3 x S x S: what the device computes per call of the host."""
+    if count == 1:
+        return list(batches)
+    endless = cycle(batches)
+    taken = [list(islice(endless, count)) for _ in range(-(-len(batches) // count))]
+    return [
+        Batch(_stacked([one.images for one in some]), torch.cat([one.labels for one in some]), None) for some in taken
+    ]
+
+
+def _stacked(images: Sequence[Tensor]) -> Tensor:
+    """Each channels-last, as before, and pinned if they were."""
+    together = torch.stack([one.permute(0, 2, 3, 1) for one in images])
+    return (together.pin_memory() if images[0].is_pinned() else together).permute(0, 1, 4, 2, 3)
+
+
 def _held(images: Tensor, device: torch.device) -> Tensor:
     """A lasting copy in host memory: channels-last, and pinned if it is copied to a device."""
     kept = images.permute(0, 2, 3, 1).contiguous().clone().cpu()
     return (kept.pin_memory() if device.type == "cuda" else kept).permute(0, 3, 1, 2)
 
 
-def _own_lines(main: Measured, inner: Measured, *, copied: bool) -> list[str]:
-    texts = []
+def _own_lines(main: Measured, inner: Measured, *, copied: bool, at_once: int) -> list[str]:
+    texts, unit = [], "a batch" if at_once == 1 else f"{at_once} batches"
     named = (("with copies", main), ("without copies", inner)) if copied else (("on the device", inner),)
     for name, found in named:
         assert found.throughput is not None
         spread = found.spread()
         texts.append(f"{name}: {lines.rate(found.throughput, low=spread.low, high=spread.high)}")
-        texts.append(f"{name}: latency of a batch in ms: {lines.percentiles(found.latency())}")
+        texts.append(f"{name}: latency of {unit} in ms: {lines.percentiles(found.latency())}")
     total = main.steady.first + len(main.samples)
-    texts.append(f"{main.steady.first} of {total} batches dropped as warm-up ({main.steady.verdict})")
+    times = "batches" if at_once == 1 else f"times {at_once} batches"
+    texts.append(f"{main.steady.first} of {total} {times} dropped as warm-up ({main.steady.verdict})")
     return texts
 
 

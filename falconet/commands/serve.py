@@ -25,7 +25,7 @@ def run(loaded: Loaded[ServeOptions]) -> int:
     with address.open() as listening:  # first, because a mistake here is found at once
         classifier, options = open_served(loaded.line, screen.line)
         max_batch = value_or(serving.max_batch, MAX_BATCH)
-        predictor = Predictor(classifier, max_batch=max_batch, captured=options.machine.capture)
+        predictor = Predictor(classifier, max_batch=max_batch)
         served = Served(
             name=classifier.served_name,
             preprocessing=classifier.preprocessing,

@@ -648,6 +648,8 @@ class Inference:
     """Processes that predict in parallel, one per device; auto: as many as a launcher started, else 1."""
     pipeline_splits: tuple[str, ...] = local(())
     """Layers that start a stage on another device, for a model too large for one; auto:N: N balanced stages."""
+    device_iterations: Annotated[int, AtLeast(1)] = 1
+    """Batches that the device computes per call of the host; on CUDA, as one captured graph."""
     repeat: Annotated[int, AtLeast(1)] = 1
     """Repetitions of --iterations batches, with a line for each of several."""
     seconds: Annotated[float, MoreThan(0)] | None = None

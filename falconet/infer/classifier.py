@@ -1,7 +1,8 @@
 """Classifiers: models that are ready to predict, with class names and preprocessing; from a run, or from weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -18,12 +19,15 @@ from falconet.config.fields import value_or
 from falconet.config.load import load_options
 from falconet.config.settings import Setting
 from falconet.data.dataset import Dataset
-from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, short_side
+from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, normaliser, short_side
 from falconet.data.storage import FileSource
 from falconet.errors import CheckpointError, ConfigError, named_option
 from falconet.infer.prediction import Activation
+from falconet.infer.scorer import Scorer
 from falconet.models import views, zoo
+from falconet.models.folding import Folding, fold
 from falconet.models.zoo import build_model
+from falconet.numerics.cuda_graphs import Compute
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel import world
 from falconet.report.console import Say, counted
@@ -46,6 +50,8 @@ class Classifier:
     origin: str = ""  # what its weights are, in words; empty: random
     tta: views.Kind = "none"  # the views of an image whose logits are averaged, as in the run's validations
     several_labels: bool = False  # whether an image has any number of the classes
+    capture: bool = True  # whether batches are replayed as graphs on CUDA
+    note: Say = lambda _: None  # gets a line if they cannot be
 
     @property
     def served_name(self) -> str:
@@ -61,10 +67,36 @@ class Classifier:
         """What was loaded, in a line; none for random weights."""
         return [f"loaded {self.origin}"] if self.origin else []
 
-    @property
-    def scorer(self) -> nn.Module:
-        """The model over the views of its test-time augmentation."""
-        return views.averaged(self.model, self.tta).eval()
+    def folding(self) -> Folding:
+        """The model as it is now, its norms folded, over the views of its test-time augmentation."""
+        found = fold(self.model, self.regime.formats(self.device)["activations"])
+        return replace(found, model=views.averaged(found.model, self.tta).eval())
+
+    def scoring(self, preprocessing: Preprocessing) -> Compute:
+        """The scores of pixels, by the weights of this moment."""
+        found = self.folding()
+        normalise = normaliser(preprocessing, dtype=found.dtype, channels=found.channels).to(self.device)
+        return lambda images: self.regime.run(found.model, normalise(images))
+
+    @cached_property
+    def by_pixels(self) -> Scorer:
+        """Scores of images as validation reads them."""
+        on_host = self.data.normalization_location == "host"
+        preprocessing = self.preprocessing.unnormalised if on_host else self.preprocessing
+        return self._scorer(lambda: self.scoring(preprocessing))
+
+    @cached_property
+    def by_inputs(self) -> Scorer:
+        """Scores of images that are normalised."""
+
+        def build() -> Compute:
+            model = self.folding().model
+            return lambda images: self.regime.run(model, images)
+
+        return self._scorer(build)
+
+    def _scorer(self, build: Callable[[], Compute]) -> Scorer:
+        return Scorer(self.model, build, self.device, note=self.note, capture=self.capture)
 
     @property
     def activation(self) -> Activation:
@@ -122,7 +154,7 @@ def open_classifier(command: type[AskedT], line: Sequence[Setting], note: Say) -
         with named_option("pretrained"):
             classifier, options = _opened(command, line, note, chosen=weights)
     views: Any = getattr(options, "views", None)  # a command without them, such as export, has those of the run
-    return replace(classifier, tta=views.tta) if views else classifier, options
+    return replace(classifier, note=note, tta=views.tta if views else classifier.tta), options
 
 
 def _opened(
@@ -231,4 +263,5 @@ def _classifier(
         regime=regime,
         device=device,
         data=data or options.Data(),
+        capture=asked.machine.capture,
     )

@@ -156,13 +156,13 @@ class Model:
                 warnings.warn(f"{photo.name}: {row.problem}; left out", stacklevel=4)
 
     def _computed(self, pictures: Sequence[Picture], *, batch_size: int | None, features: bool) -> Iterator[_Scores]:
-        about, batch, scorer = self.classifier, batch_size or self.classifier.batch, self.classifier.scorer
+        about, batch = self.classifier, batch_size or self.classifier.batch
+        score = about.by_inputs.uncaptured if features else about.by_inputs
         for first in range(0, len(pictures), batch):
             inputs = torch.stack([self._input(picture) for picture in pictures[first : first + batch]])
-            there = inputs.to(about.device).contiguous(memory_format=torch.channels_last)
-            with torch.inference_mode(), ExitStack() as held:
+            with ExitStack() as held:
                 tap = held.enter_context(tapped(about.model, len(about.class_names))) if features else None
-                logits = about.regime.run(scorer, there).float().cpu()
+                logits = score(inputs.contiguous(memory_format=torch.channels_last)).cpu()
                 seen = tap() if tap else None
             kept = torch.empty(len(logits), 0) if seen is None else seen.cpu()
             yield from (_Scores("", *row) for row in zip(logits, kept, strict=True))

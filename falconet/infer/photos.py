@@ -127,15 +127,14 @@ def _scored(classifier: Classifier, photos: list[Photo], *, batch: int, features
     data = replace(classifier.data, decode_device=decode, dataset_cache=False)
     reading = Input(data=data, regime=regime, world=World(device=device), note=lambda _: None)
     loader = reading.evaluation_loader(images, shape=BatchShape(micro_batch=batch), bad=unread)
-    normalise, model = images.normalise(device), classifier.scorer
+    score = classifier.by_pixels.uncaptured if features else classifier.by_pixels
     tap: AbstractContextManager[Callable[[], Tensor | None]] = nullcontext(lambda: None)
     if features:
         tap = tapped(classifier.model, len(classifier.class_names))
     with tap as features_seen:
         for number, read in enumerate(loader.batches()):
-            with torch.inference_mode():
-                logits = regime.run(model, normalise(read.images)).float().cpu()
-                seen = features_seen()
+            logits = score(read.images).cpu()
+            seen = features_seen()
             kept = torch.empty(batch, 0) if seen is None else seen.cpu()
             is_read, is_finite = (read.labels >= 0).tolist(), logits.isfinite().all(dim=1).tolist()
             rows = []

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from falconet.config.commands import ServeOptions
 from falconet.config.settings import Setting
-from falconet.data.preprocessing import normaliser
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.models import views
+from falconet.numerics.cuda_graphs import Recording, why_not
 from falconet.numerics.precision import allow_half_partials, describe_half_partials
 from falconet.report.console import Say
 
@@ -34,9 +34,8 @@ class Predictor:
     def __init__(self, classifier: Classifier, *, max_batch: int, captured: bool = True) -> None:
         self.classifier = classifier
         self.buckets = buckets(max_batch)
-        self.captured = captured and classifier.device.type == "cuda"
-        self._model = classifier.scorer
-        self._normalise = normaliser(classifier.preprocessing).to(classifier.device)
+        self.captured = captured and classifier.capture and classifier.device.type == "cuda"
+        self._score = classifier.scoring(classifier.preprocessing)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,7 +51,7 @@ class Predictor:
     def logits(self, images: Tensor) -> Tensor:  # N x 3 x S x S, uint8 -> N x classes, on the device
         """Compute scores before the softmax, in one pass."""
         there = images.to(self.classifier.device, non_blocking=True).contiguous(memory_format=torch.channels_last)
-        return self.classifier.regime.run(self._model, self._normalise(there)).to(self.dtype)
+        return self._score(there).to(self.dtype)
 
     def lanes(self) -> list["Lane"]:
         """Create the lanes that can run at the same time on this device, and warm them up for every bucket."""
@@ -75,21 +74,24 @@ class Lane:
         self._there = torch.zeros(shape, dtype=torch.uint8, device=about.device) if cuda else self._images
         self._scores = torch.zeros(shape[0], len(about.class_names), dtype=predictor.dtype, pin_memory=cuda)
         self._stream = torch.cuda.Stream(about.device) if cuda else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[
-            int, tuple[torch.cuda.CUDAGraph, Tensor]
-        ] = {}  # by bucket, with the tensor that receives the scores
+        self._recordings: dict[int, Recording] = {}  # by bucket
 
     def prepare(self) -> None:
         """Compute every bucket once, so that the first requests do not pay for compilation and allocation."""
         for size in self._predictor.buckets:
             self._compute(size)
         if self._predictor.captured:
-            pool = torch.cuda.graph_pool_handle()  # shared by all graphs: a lane computes one bucket at a time
-            for size in reversed(self._predictor.buckets):
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-                    scores = self._predictor.logits(self._there[:size])
-                self._graphs[size] = (graph, scores)
+            try:
+                self._capture()
+            except RuntimeError as error:
+                self._recordings.clear()
+                self._predictor.classifier.note(why_not(error))
+
+    def _capture(self) -> None:
+        pool = torch.cuda.graph_pool_handle()  # shared by all: a lane computes one bucket at a time
+        for size in reversed(self._predictor.buckets):
+            inputs = self._there[:size]
+            self._recordings[size] = Recording(self._predictor.logits, inputs, stream=self._stream, pool=pool)
 
     def __call__(self, portions: Sequence[Pixels]) -> list[Scores]:
         """Compute the scores of each portion; together they must fit into the largest bucket."""
@@ -113,11 +115,8 @@ class Lane:
         self._stream.synchronize()
 
     def _on_device(self, size: int) -> Tensor:
-        if size not in self._graphs:
-            return self._predictor.logits(self._there[:size])
-        graph, scores = self._graphs[size]
-        graph.replay()
-        return scores
+        found = self._recordings.get(size)
+        return self._predictor.logits(self._there[:size]) if found is None else found.replay()
 
 
 def open_served(line: Sequence[Setting], say: Say) -> tuple[Classifier, ServeOptions]:

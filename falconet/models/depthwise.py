@@ -10,9 +10,9 @@ from falconet.models.padding import SameConv2d, same_padding
 if TYPE_CHECKING:
     from falconet.models.depthwise_kernels import Geometry
 
-_KERNELS = (3, 5, 7)
+_KERNELS = (3, 5)
 _STRIDES = (1, 2)
-_FORMATS = (torch.float16, torch.bfloat16, torch.float32)
+_FORMATS = (torch.float16, torch.bfloat16)  # those in which cuDNN was measured to be slower
 _CHANNELS = 8  # a multiple of them: threads read 4 to 16 bytes at once
 
 
@@ -49,12 +49,12 @@ class DepthwiseConv(nn.Module):
         self.conv = conv
 
     def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
-        casts = torch.is_autocast_enabled(x.device.type)
+        casts = x.is_cuda and torch.is_autocast_enabled("cuda")
+        if casts:
+            x = x.to(torch.get_autocast_dtype("cuda"))
         if not _fits(x) or not (casts or x.dtype == self.conv.weight.dtype):
             plain: Tensor = self.conv(x)
             return plain
-        if casts:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         convolved: Tensor = _Depthwise.apply(x, self.conv.weight, _geometry(self.conv, x))
         return convolved
 
@@ -97,9 +97,10 @@ class _Depthwise(torch.autograd.Function):
         from falconet.models import depthwise_kernels
 
         x, taps = ctx.saved_tensors
-        dy = dy.contiguous(memory_format=torch.channels_last)
-        dx = depthwise_kernels.input_gradient(dy, taps, ctx.geometry) if ctx.needs_input_grad[0] else None
-        dweight = None
-        if ctx.needs_input_grad[1]:
-            dweight = depthwise_kernels.weight_gradient(x, dy, ctx.geometry, dtype=ctx.dtype)
+        dy, shape = dy.contiguous(memory_format=torch.channels_last), ctx.geometry
+        for_input, for_weight, _ = ctx.needs_input_grad
+        if for_input and for_weight and depthwise_kernels.gains_at_once(shape):
+            return (*depthwise_kernels.gradients(x, dy, taps, shape, dtype=ctx.dtype), None)
+        dx = depthwise_kernels.input_gradient(dy, taps, shape) if for_input else None
+        dweight = depthwise_kernels.weight_gradient(x, dy, shape, dtype=ctx.dtype) if for_weight else None
         return dx, dweight, None

@@ -20,7 +20,7 @@ from torch import Tensor
 from falconet.numerics.kernels import FUSED
 
 VECTOR = 8  # the number of channels is a multiple of it
-STRIP = 32  # rows of the result that a thread walks, at most; each strip reads the rows of its border again
+STRIP = 32  # rows that a thread walks, at most; each strip reads the rows of its border again
 SUMMING = 132 * 512  # threads that sum a weight's gradient: four warps for each scheduler of an H100; changes bits
 SIZES = ["height", "width", "out_height", "out_width", "top", "left", "groups", "lanes", "strips", "rows"]
 
@@ -252,7 +252,8 @@ def _spread_and_sum(x, dy, weight, dx, partial, height, width, out_height, out_w
         arriving = _rows(at, start + top, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
         tiles = _rows(into, start, in_column, height, width, channels, 0, end, 1, P)
         for row in range(start, end):
-            next_arriving = _rows(at, row + 1 + top, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
+            below = row + top + 1
+            next_arriving = _rows(at, below, column, out_height, out_width, channels, 0, out_height, 1, COLUMNS)
             following = _rows(into, row + 1, in_column, height, width, channels, 0, end, 1, P)
             whole = ()
             for j in tl.static_range(COLUMNS):
@@ -302,17 +303,24 @@ def _merge(partial, dweight, count, channels, TAPS: tl.constexpr, ROWS: tl.const
 
 @dataclass(frozen=True)
 class Tile:
-    """What a thread takes, the threads of a program, and the registers that each may use."""
+    """What a thread takes, and the threads of a program."""
 
     columns: int  # of the result
     channels: int
     lanes: int = 128
-    registers: int | None = None
 
     @property
-    def constants(self) -> dict[str, int | bool | None]:
-        limits = {"num_warps": self.lanes // 32, "maxnreg": self.registers, **FUSED}
-        return {"P": self.columns, "VEC": self.channels, "LANES": self.lanes, **limits}
+    def constants(self) -> dict[str, int | bool]:
+        sizes = {"P": self.columns, "VEC": self.channels, "LANES": self.lanes}
+        return {**sizes, "num_warps": self.lanes // 32, **FUSED}
+
+
+# The fastest of those tried on an H200, on the layers of EfficientNet-B0, B4 and MobileNetV3 (docs/maintaining/log.md).
+# Four columns would save a tenth of the forward pass of 5 x 5 kernels with stride 2, and take twice as long to compile.
+FORWARD = {(3, 1): Tile(4, 2), (3, 2): Tile(2, 4), (5, 1): Tile(4, 2), (5, 2): Tile(2, 2)}
+SPREAD = {3: Tile(1, 4), 5: Tile(2, 2)}
+SUMMED = {(3, 1): Tile(2, 4), (3, 2): Tile(2, 4), (5, 1): Tile(4, 2), (5, 2): Tile(4, 2)}
+BOTH = Tile(4, 2)  # gradients of 3 x 3 kernels
 
 
 @dataclass(frozen=True)
@@ -356,7 +364,7 @@ def transposed(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def forward(x: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | None = None, turn: bool = False) -> Tensor:
     """`taps`: see `transposed`; `turn` rotates the kernel by half a turn."""
-    tile = tile or (Tile(4, 2) if shape.kernel > 3 else Tile(2, 4))
+    tile = tile or FORWARD[shape.kernel, shape.stride]
     y = torch.empty(
         (shape.images, shape.channels, shape.out_height, shape.out_width),
         dtype=x.dtype, device=x.device, memory_format=torch.channels_last,
@@ -375,7 +383,7 @@ def forward(x: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | None = Non
 def input_gradient(dy: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | None = None) -> Tensor:
     if shape.stride == 1:
         return forward(dy, taps, shape.turned(), tile=tile, turn=True)
-    tile = tile or (Tile(1, 2) if shape.kernel > 3 else Tile(1, 4))
+    tile = tile or SPREAD[shape.kernel]
     dx = torch.empty(
         (shape.images, shape.channels, shape.height, shape.width),
         dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last,
@@ -392,7 +400,7 @@ def input_gradient(dy: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | No
 
 def weight_gradient(x: Tensor, dy: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
     """C x 1 x K x K."""
-    tile = tile or (Tile(2, 2) if shape.kernel > 3 else Tile(2, 4))
+    tile = tile or SUMMED[shape.kernel, shape.stride]
     summed = _Summed.of(shape, tile, rows=shape.out_height, columns=shape.out_width)
     partial = torch.empty((summed.lines, shape.kernel**2, shape.channels), device=x.device)
     _sum_products[summed.grid(tile)](
@@ -401,11 +409,16 @@ def weight_gradient(x: Tensor, dy: Tensor, shape: Geometry, *, dtype: torch.dtyp
     return _merged(partial, shape, dtype)
 
 
+def gains_at_once(shape: Geometry) -> bool:
+    """Whether one pass for both gradients is faster than two: for 5 x 5 it would need too many registers."""
+    return shape.kernel == 3 and shape.stride == 1
+
+
 def gradients(
     x: Tensor, dy: Tensor, taps: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """Of the input and of the weight, for stride 1, in one pass."""
-    tile = tile or Tile(4, 2)
+    tile = tile or BOTH
     dx, summed = torch.empty_like(x), _Summed.of(shape, tile, rows=shape.height, columns=shape.width)
     partial = torch.empty((summed.lines, shape.kernel**2, shape.channels), device=x.device)
     _spread_and_sum[summed.grid(tile)](

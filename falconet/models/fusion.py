@@ -1,7 +1,7 @@
 """Find the batch norms of a model that run as one operation with what follows them."""
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
@@ -44,14 +44,8 @@ class Fusion:
 
 def fuse(model: nn.Module) -> Fusion:
     """The training pass of the model with every norm that can be fused; raises ConfigError if it cannot be traced."""
-    original = trace(model)
-    traced = fx.GraphModule(original, _copied(original.graph))
-    _drop_identities(traced)
-    fused = 0
-    for node in [*traced.graph.nodes]:
-        norm = _norm(traced, node)
-        if norm is not None and len(node.users) > 0:
-            fused += _fuse_from(traced, node, norm)
+    found = fuse_norms(model)
+    traced = found.model
     for node in [*traced.graph.nodes]:
         if isinstance(_layer(traced, node), FusedNorm | FusedPool):
             _fork(traced, node)
@@ -60,8 +54,22 @@ def fuse(model: nn.Module) -> Fusion:
     channels = _pad_stem(traced)
     traced.graph.lint()
     traced.recompile()
+    return replace(found, channels=channels)
+
+
+def fuse_norms(model: nn.Module) -> Fusion:
+    """The model with every norm as one layer with what follows it, and nothing else changed."""
+    original = trace(model)
+    traced = fx.GraphModule(original, _copied(original.graph))
+    _drop_identities(traced)
+    fused = 0
+    for node in [*traced.graph.nodes]:
+        norm = _norm(traced, node)
+        if norm is not None and len(node.users) > 0:
+            fused += _fuse_from(traced, node, norm)
+    traced.recompile()
     norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    return Fusion(traced, fused, norms, channels)
+    return Fusion(traced, fused, norms)
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
@@ -226,15 +234,23 @@ def _replace_depthwise(traced: fx.GraphModule) -> None:
 
 def _pad_stem(traced: fx.GraphModule) -> int:
     """Let the first convolution take more channels if it alone reads the images; returns how many."""
-    images = next(node for node in traced.graph.nodes if node.op == "placeholder")
-    stem = _only_user(images)
-    conv = _layer(traced, stem) if stem is not None else None
-    if stem is None or type(conv) is not nn.Conv2d or conv.in_channels != 3 or conv.groups != 1:
+    stem = stem_of(traced)
+    if stem is None:
         return 3
+    conv = _layer(traced, stem)
+    assert isinstance(conv, nn.Conv2d)
     padded = PaddedStem(conv)
     traced.add_submodule(f"padded_{stem.name}", padded)
     stem.target = f"padded_{stem.name}"
     return padded.channels
+
+
+def stem_of(traced: fx.GraphModule) -> fx.Node | None:
+    """The first convolution, if it alone reads the images and could take further channels."""
+    images = next(node for node in traced.graph.nodes if node.op == "placeholder")
+    stem = _only_user(images)
+    conv = _layer(traced, stem) if stem is not None else None
+    return stem if type(conv) is nn.Conv2d and conv.in_channels == 3 and conv.groups == 1 else None
 
 
 def _fork(traced: fx.GraphModule, node: fx.Node) -> None:

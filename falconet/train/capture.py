@@ -10,7 +10,7 @@ from torch import Tensor
 from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.errors import memory_shortage
-from falconet.numerics.capturing import capturing
+from falconet.numerics.cuda_graphs import capturing
 from falconet.report.console import Say
 from falconet.train.step import LocalStep, Update
 

@@ -40,6 +40,8 @@ from falconet.errors import (
 from falconet.exits import FAILED
 from falconet.models import views
 from falconet.models.batch_statistics import misfit
+from falconet.models.folding import fold
+from falconet.numerics.cuda_graphs import captured
 from falconet.numerics.precision import Regime
 from falconet.parallel.world import World
 from falconet.report.console import Say, counted
@@ -145,11 +147,13 @@ def evaluate(
     stopping: Callable[[], bool] = never,
     observe: Observe = overlook,
     tally: "Tally | None" = None,
+    capture: bool = True,
+    note: Say = lambda _: None,
 ) -> Evaluation:
     """The model's accuracy over all batches of all processes; labels of -1 are ignored.
 
     `tally`: a new one that counts them; None: that of images with one label. `observe` is called with this process's
-    batches, in the order of their images.
+    batches, in the order of their images. `capture`: replay batches as graphs on CUDA; `note` gets a line if it fails.
 
     Raises Interrupted in all processes if one of them is `stopping` before its last batch, and FailedTogetherError in
     all of several if one fails.
@@ -157,13 +161,14 @@ def evaluate(
     model.eval()
     tally = tally or Tally(world)
     left, failed = False, None
+    score = captured(lambda images: regime.run(model, normalise(images)), world.device, note=note, wanted=capture)
     try:
         for batch in batches:
             left = stopping()
             if left:
                 break
             images, labels = batch.images.to(world.device, non_blocking=True), batch.labels.to(world.device)
-            logits = regime.run(model, normalise(images))
+            logits = score(images)
             tally.add(logits, labels)
             observe(logits, labels)
     except FAILURES as error:
@@ -313,26 +318,29 @@ def evaluator(
     note: Say,
     observe: Observe = overlook,
     tta: views.Kind = "none",
+    capture: bool = True,
 ) -> Measure:
-    """Measures a model on the validation images of `images`."""
+    """Measures a model on the validation images of `images`; `capture`: replay batches as graphs on CUDA."""
     batch = value_or(data.validation_batch_size, data.micro_batch)
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
     bad = BadImages(None, note=note)
     loader = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape, bad=bad)
-    normalise = images.normalise(world.device)
     checked = images.left_out() if world.is_first else ()
 
     def measure(model: nn.Module, stopping: Callable[[], bool]) -> Evaluation:
-        batches, model = loader.batches(), views.averaged(model, tta)
+        # As predictions are made, so that both are equal to the bit; the weights are those of this moment.
+        folding = fold(model.eval(), regime.formats(world.device)["activations"])
         found = evaluate(
-            model,
-            batches,
-            normalise=normalise,
+            views.averaged(folding.model, tta),
+            loader.batches(),
+            normalise=images.normalise(world.device, dtype=folding.dtype, channels=folding.channels),
             regime=regime,
             world=world,
             stopping=stopping,
             observe=observe,
             tally=tally_of(images, world),
+            capture=capture,
+            note=note,
         )
         return replace(found, left_out=(*checked, *bad.names))
 

@@ -20,6 +20,7 @@ from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, named_option
 from falconet.models import splits, zoo
 from falconet.models.depth import rate_shares
+from falconet.models.folding import fold
 from falconet.models.freezing import Frozen, count_trained
 from falconet.models.splits import Stage
 from falconet.numerics.loss_scale import NonFinite, Offender
@@ -202,9 +203,9 @@ def evaluate_stages(
 
     When one stage is `stopping`, all stages of its replica leave at the same batch, because each passes batches on.
     """
-    model.eval()
     world = grid.world
-    run = forward.stage(model, is_last=place.is_last)
+    folded = fold(model.eval(), forward.regime.formats(world.device)["activations"]).model
+    run = forward.stage(folded, is_last=place.is_last)
     tally = tally or Tally(world)
     left, vote = False, grid.stages.vote()
     for batch in batches:

@@ -284,6 +284,7 @@ class WholeModel:
             world=setup.grid.world,
             note=setup.note,
             tta=setup.options.views.tta,
+            capture=setup.options.machine.capture,
         )
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:

@@ -275,6 +275,7 @@ def measure(opened: Opened, note: Say, observe: Observe = overlook, *, among: Wo
         note=note,
         observe=observe,
         tta=options.views.tta,
+        capture=options.machine.capture,
     )
     try:
         found = evaluator(opened.model, never)

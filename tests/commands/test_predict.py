@@ -76,8 +76,7 @@ def test_scores_equal_those_of_the_validation_bit_for_bit(falconet, home, readin
     line = read_line(PredictOptions, ["--threads", "1"])
     opened = next(each for each in saved_model.open_checkpoint(chosen.folder, line) if each.is_better)
     outputs = []
-    opened.model.register_forward_hook(lambda _, __, output: outputs.append(output))
-    measured = saved_model.measure(opened, lambda _: None)
+    measured = saved_model.measure(opened, lambda _: None, lambda logits, _: outputs.append(logits))
     expected = torch.cat(outputs)[: measured.images]
 
     answer = falconet(f"predict {run} photos/val --csv --threads 1 --batch-size 8")

@@ -1,9 +1,12 @@
 """Predictors use few shapes, and give the scores of plain PyTorch whatever the padding."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from falconet.infer import predictor
 from falconet.infer.predictor import Predictor, buckets
 from served import pixels, small_classifier
 
@@ -41,30 +44,50 @@ def test_scores_are_not_overwritten_by_the_next_batch():
 
 
 def test_the_model_sees_only_bucket_sizes():
-    classifier = small_classifier()
     seen = set()
-    classifier.model.register_forward_pre_hook(lambda _, args: seen.add(tuple(args[0].shape)))
-    (lane,) = Predictor(classifier, max_batch=6).lanes()
+
+    class Seeing(Predictor):
+        def logits(self, images):
+            seen.add(len(images))
+            return super().logits(images)
+
+    (lane,) = Seeing(small_classifier(), max_batch=6).lanes()
     for count in range(1, 7):
         lane([pixels(count)])
-    assert {shape[0] for shape in seen} == {1, 2, 4, 6}
+    assert seen == {1, 2, 4, 6}
 
 
 @pytest.mark.parametrize("precision", ["16.16", "bf16.bf16"])
 def test_half_precision_scores_are_close(precision):
     """On a CPU fp16 is computed in fp32, and bf16 scores are widened because numpy has no bf16."""
-    predictor = Predictor(small_classifier(precision), max_batch=4)
-    assert predictor.dtype == torch.float32
-    found = predictor.logits(torch.from_numpy(pixels(4))).numpy()
+    half = Predictor(small_classifier(precision), max_batch=4)
+    assert half.dtype == torch.float32
+    found = half.logits(torch.from_numpy(pixels(4))).numpy()
     expected = plain(small_classifier(), pixels(4))
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_lanes_that_cannot_be_captured_compute_without(monkeypatch):
+    """As on CUDA, whose graphs are not here."""
+
+    def fail(*_, **__):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    notes = []
+    classifier = replace(small_classifier(), note=notes.append)
+    expected = np.concatenate(Predictor(classifier, max_batch=4).lanes()[0]([pixels(3)]))
+    monkeypatch.setattr(predictor, "Recording", fail)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    capturing = Predictor(classifier, max_batch=4)
+    capturing.captured = True
+    (lane,) = capturing.lanes()
+    assert np.array_equal(np.concatenate(lane([pixels(3)])), expected)
+    assert notes == ["note: batches are computed without CUDA graphs: operation not permitted when stream is capturing"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["16.16", "32.32"])
 def test_captured_lanes_match_uncaptured_ones(precision):
-    from dataclasses import replace
-
     device = torch.device("cuda", 0)
     small = small_classifier(precision)
     classifier = replace(small, device=device, model=small.model.to(device))

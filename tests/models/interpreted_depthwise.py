@@ -48,6 +48,7 @@ def layer_errors(conv, shape):
     return {
         name: ((a - b).norm() / a.norm()).item()
         for name, a, b in zip(("output", "input", "weight"), *results, strict=True)
+        if a is not None
     }
 
 
@@ -57,7 +58,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     found = {
         f"{kernel} x {kernel}, stride {stride}": errors((2, 24, 5, 6), kernel=kernel, stride=stride)
-        for kernel in (3, 5, 7)
+        for kernel in (3, 5)
         for stride in (1, 2)
     }
     found["SAME padding of an even side"] = errors((1, 8, 8, 8), kernel=3, stride=2, above=0, below=1)
@@ -66,11 +67,10 @@ if __name__ == "__main__":
     found["one pixel"] = errors((3, 8, 1, 1), kernel=5, stride=1)
     found["fp16"] = errors((2, 16, 6, 6), kernel=3, stride=1, dtype=torch.float16)
     found["one column of eight channels"] = errors((2, 16, 6, 6), kernel=3, stride=1, tile=Tile(1, 8))
-    conv, same = (kind(8, 8, 3, 2, padding=n, groups=8, bias=False) for kind, n in ((nn.Conv2d, 1), (SameConv2d, 0)))
-    found["layer"], found["layer with SAME padding"] = (
-        layer_errors(conv, (2, 8, 6, 8)),
-        layer_errors(same, (2, 8, 6, 8)),
-    )
+    conv = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
+    found["layer"] = layer_errors(conv, (2, 8, 6, 7))
+    found["layer with SAME padding"] = layer_errors(SameConv2d(8, 8, 3, 2, groups=8, bias=False), (2, 8, 6, 8))
+    found["layer whose weight is frozen"] = layer_errors(conv.requires_grad_(False), (2, 8, 6, 7))
     depthwise_kernels.STRIP, depthwise_kernels.SUMMING = 3, 40
     found["strips"] = errors((3, 16, 8, 5), kernel=3, stride=1)
     found["strips, stride 2"] = errors((3, 16, 11, 5), kernel=5, stride=2)

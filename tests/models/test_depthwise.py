@@ -13,9 +13,10 @@ from falconet.models.depthwise import DepthwiseConv, can_compute
 from falconet.models.padding import SameConv2d
 
 CASES = [
-    *(f"{kernel} x {kernel}, stride {stride}" for kernel in (3, 5, 7) for stride in (1, 2)),
+    *(f"{kernel} x {kernel}, stride {stride}" for kernel in (3, 5) for stride in (1, 2)),
     *("SAME padding of an even side", "SAME padding, 5 x 5", "no padding", "one pixel", "fp16"),
-    *("one column of eight channels", "layer", "layer with SAME padding", "strips", "strips, stride 2"),
+    *("layer", "layer with SAME padding", "layer whose weight is frozen"),
+    *("one column of eight channels", "strips", "strips, stride 2"),
 ]
 
 
@@ -53,7 +54,7 @@ def conv_of(channels=16, kernel=3, kind=nn.Conv2d, **options):
         {"bias": True},
         {"groups": 4},
         {"channels": 12},
-        {"kernel": 4},
+        {"kernel": 7},
         {"stride": 3},
         {"stride": (1, 2)},
         {"dilation": 2},
@@ -76,6 +77,11 @@ def test_the_convolution_itself_runs_on_the_cpu():
     assert [*layer.parameters()] == [conv.weight]
 
 
+def test_shapes_are_found_without_a_device():
+    layer = DepthwiseConv(conv_of(stride=2)).to("meta")
+    assert layer(torch.empty(2, 16, 7, 6, device="meta")).shape == (2, 16, 4, 3)
+
+
 def relative(value, exact):
     return ((value.double() - exact).norm() / exact.norm()).item()
 
@@ -87,13 +93,13 @@ def gradients(layer, conv, x, dy):
     return y.detach(), x.grad, conv.weight.grad
 
 
-ERRORS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+ERRORS = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("kernel", [3, 5, 7])
+@pytest.mark.parametrize("kernel", [3, 5])
 @pytest.mark.parametrize("shape", [(5, 24, 33, 40), (3, 144, 70, 12)])
 def test_layer_equals_float64_and_repeats_bit_for_bit(shape, kernel, stride, dtype):
     torch.manual_seed(0)

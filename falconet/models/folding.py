@@ -1,0 +1,316 @@
+"""Batch norm folded into the convolutions before it, for a model that only predicts.
+
+A norm in evaluation mode is a product and a sum per channel: the product goes into the convolution's weights, the sum
+is its bias. What follows (a residual sum, an activation, squeeze and excite) runs with the bias: in the convolution's
+own kernel where cuDNN or, on a CPU, oneDNN has one for both; else in one more pass by Triton, or in place.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from falconet.errors import ConfigError
+from falconet.models.fused_batchnorm import ACTIVATIONS, FusedExcitation, FusedNorm, FusedPool, PaddedStem
+from falconet.models.fusion import fuse_norms, stem_of
+from falconet.numerics.segments import trace
+
+# Known by name: timm takes two seconds to import, and the CIFAR networks do not need it.
+_CONVOLUTIONS = ("Conv2d", "PaddedConv2d", "SameConv2d", "SamePaddedConv2d", "Conv2dSame")
+_NORMS = ("BatchNorm2d", "BatchNormAct2d", "OnePassBatchNorm2d")
+_ONEDNN = {  # its names of activations, with their numbers
+    "none": ("none",),
+    "relu": ("relu",),
+    "silu": ("swish",),
+    "hard_swish": ("hardswish",),
+    "relu6": ("hardtanh", 0.0, 6.0),
+}
+_NOTHING = ("Identity", "Dropout", "Dropout2d", "DropPath")  # in evaluation
+
+
+@dataclass(frozen=True)
+class Folding:
+    """A model for evaluation whose norms are folded, and how many of them are."""
+
+    model: nn.Module  # in evaluation mode
+    folded: int
+    norms: int
+    # Of the images that it takes without a pass over them; it takes others too.
+    dtype: torch.dtype = torch.float32
+    channels: int = 3  # those beyond three are 0
+
+
+@torch.no_grad()
+def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
+    """A copy of the model that computes in `dtype`; the model itself if it cannot be traced, or has no batch norm.
+
+    The copy has the weights of this moment. They are folded in fp32 and rounded once.
+    """
+    norms = sum(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
+    if not norms:
+        return Folding(model, 0, 0)
+    try:
+        traced = trace(model, training=False)
+    except ConfigError:
+        return Folding(model, 0, norms)
+    made = fuse_norms(_without_training(traced)).model
+    stem = stem_of(made)
+    folded = sum(_fold_at(made, node, dtype) for node in [*made.graph.nodes])
+    if not folded:
+        return Folding(model, 0, norms)
+    for target in {str(node.target) for node in made.graph.nodes if node.op == "call_module"}:
+        layer = made.get_submodule(target)
+        if not isinstance(layer, FoldedConv2d):
+            made.set_submodule(target, _evaluating(layer, dtype))
+    made.graph.lint()
+    made.recompile()
+    made.delete_all_unused_submodules()
+    return Folding(made.eval(), folded, norms, *_input_of(made, stem))
+
+
+def _input_of(made: fx.GraphModule, stem: fx.Node | None) -> tuple[torch.dtype, int] | tuple[()]:
+    """Format and channels of a folded first convolution; none: images are taken as they are."""
+    layer = made.get_submodule(str(stem.target)) if stem is not None else None
+    if not isinstance(layer, FoldedConv2d):
+        return ()
+    return layer.conv.weight.dtype, layer.conv.weight.shape[1]
+
+
+class FoldedConv2d(nn.Module):
+    """act(conv(x) + shortcut), times what `excite` makes of its mean over each image's pixels."""
+
+    table: Tensor
+
+    def __init__(self, conv: nn.Conv2d, *, act: nn.Module | None = None, excite: nn.Module | None = None) -> None:
+        """`conv`: with the norm in its weight and bias."""
+        super().__init__()
+        self.conv, self.excite = conv, excite
+        self.act = _in_place(nn.Identity() if act is None else act)
+        self.kind = ACTIVATIONS.get(type(self.act))
+        self.is_plain = type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and isinstance(conv.padding, tuple)
+        assert conv.bias is not None
+        shift, one = conv.bias.detach().float(), torch.ones_like(conv.bias, dtype=torch.float32)
+        # As the kernels of norms take it: factor, shift, mean, 1 / deviation.
+        self.register_buffer("table", torch.stack((one, shift, torch.zeros_like(one), one)), persistent=False)
+        self._packed: Tensor | None = None  # the weight, as oneDNN reads it
+        self._has_engine = conv.groups == 1  # in cuDNN, for the convolution and what follows it
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        x = x.to(self.conv.weight.dtype)  # images, or what a norm in fp32 left
+        missing = self.conv.weight.shape[1] * self.conv.groups - x.shape[1]
+        if missing > 0:
+            x = functional.pad(x, (0, 0, 0, 0, 0, missing))
+        if x.is_cuda and self.kind is not None and self.is_plain:
+            return self._on_cuda(x, shortcut, act=self.kind)
+        if self.kind is not None and self.is_plain and _onednn_takes(x):
+            z = self._by_onednn(x, shortcut, act=self.kind)
+        else:
+            z = self.conv(x)
+            if shortcut is not None:
+                z += shortcut
+            z = self.act(z)
+        return z if self.excite is None else z.mul_(self.excite(z.mean((2, 3), keepdim=True)))
+
+    def _by_onednn(self, x: Tensor, shortcut: Tensor | None, *, act: str) -> Tensor:
+        """One kernel for the convolution and what follows it, on weights in a layout of its own."""
+        conv = self.conv
+        how = (conv.padding, conv.stride, conv.dilation, conv.groups)
+        if self._packed is None:
+            # The layout is that for one image: it does not depend on the batch that came first, nor do the bits.
+            self._packed = torch.ops.mkldnn._reorder_convolution_weight(conv.weight.detach(), *how, [1, *x.shape[1:]])
+        z: Tensor
+        if shortcut is None:
+            name, *numbers = _ONEDNN[act]
+            z = torch.ops.mkldnn._convolution_pointwise(x, self._packed, conv.bias, *how, name, numbers, "")
+        else:
+            last = None if act == "none" else _ONEDNN[act][0]
+            z = torch.ops.mkldnn._convolution_pointwise.binary(
+                x, shortcut, self._packed, conv.bias, *how, "add", 1.0, last, [], ""
+            )
+        return z
+
+    def _on_cuda(self, x: Tensor, shortcut: Tensor | None, *, act: str) -> Tensor:
+        if act == "relu" and self.excite is None and self._has_engine:
+            found = self._by_cudnn(x, shortcut)
+            if found is not None:
+                return found
+        if act == "none" and self.excite is None and shortcut is None:
+            alone: Tensor = self.conv(x)
+            return alone
+        from falconet.models import batchnorm_kernels, excitation_kernels  # Triton comes with CUDA only
+
+        conv = self.conv
+        y = functional.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+        y = y.contiguous(memory_format=torch.channels_last)
+        z: Tensor
+        if self.excite is not None:
+            activated = excitation_kernels.Excitation(y, self.table, act)
+            gate = self.excite(activated.sums()[0, :, :, None, None].to(y.dtype))
+            z = activated.apply(gate.to(y.dtype).contiguous())
+            return z
+        if shortcut is not None:
+            shortcut = shortcut.to(y.dtype).contiguous(memory_format=torch.channels_last)
+        z, _ = batchnorm_kernels.normalise(y, self.table, act=act, shortcut=shortcut)
+        return z
+
+    def _by_cudnn(self, x: Tensor, shortcut: Tensor | None) -> Tensor | None:
+        """One kernel for everything; None: cuDNN has none for this layer on this device."""
+        conv = self.conv
+        stride, padding, dilation, groups = conv.stride, conv.padding, conv.dilation, conv.groups
+        assert isinstance(padding, tuple)
+        try:
+            if shortcut is None:
+                return torch.cudnn_convolution_relu(x, conv.weight, conv.bias, stride, padding, dilation, groups)
+            shortcut = shortcut.to(x.dtype)
+            return torch.cudnn_convolution_add_relu(
+                x, conv.weight, shortcut, 1.0, conv.bias, stride, padding, dilation, groups
+            )
+        except RuntimeError as error:
+            if "engine" not in str(error) and "cudnn" not in str(error).lower():
+                raise
+            self._has_engine = False
+            return None
+
+
+def _onednn_takes(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32 and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def _evaluating(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a layer for evaluation, with the weights of convolutions and products in another format.
+
+    It shares its hooks with the layer, and other weights: norms are computed in fp32.
+    """
+    if isinstance(layer, nn.Conv2d | nn.Linear):
+        return _with_weights(layer, layer.weight, layer.bias, dtype)
+    made = copy.copy(layer)
+    made._modules = {name: child and _evaluating(child, dtype) for name, child in layer._modules.items()}
+    made.training = False
+    return made
+
+
+def _with_weights(layer: nn.Module, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
+    made = copy.copy(layer)
+    made.__dict__.pop("forward", None)  # of a regime that rounds the weights at every call
+    made._parameters, made.training = {}, False
+    for name, value in (("weight", weight), ("bias", bias)):
+        kept = None if value is None else value.detach().to(dtype)
+        if kept is not None and kept.dim() == 4:
+            kept = kept.contiguous(memory_format=torch.channels_last)
+        made.register_parameter(name, None if kept is None else nn.Parameter(kept, requires_grad=False))
+    return made
+
+
+def _without_training(traced: fx.GraphModule) -> fx.GraphModule:
+    """The same graph without what only training needs, which would hide a norm, or what follows it.
+
+    Layers that do nothing in evaluation go; norms that span replicas become the plain ones that they were made from.
+    """
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(traced.graph, values))
+    made = fx.GraphModule(traced, graph)
+    for node in [*graph.nodes]:
+        layer = _layer(made, node)
+        if layer is not None and type(layer).__name__ in _NOTHING:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif isinstance(layer, nn.BatchNorm2d) and hasattr(layer, "span"):
+            plain = copy.copy(layer)
+            plain.__class__ = type(layer).__bases__[0]
+            made.set_submodule(str(node.target), plain)
+    made.recompile()
+    return made
+
+
+def _layer(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _fold_at(traced: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> int:
+    """Fold the norms of a node into the convolutions before it; returns how many."""
+    layer = _layer(traced, node)
+    made: nn.Module | None = None
+    if isinstance(layer, FusedExcitation):
+        act = layer.act if type(layer.act) is not nn.Identity else _own(layer.norm)
+        made = _folded(traced, node.args[0], layer.norm, dtype, act=act, excite=_evaluating(layer.excite, dtype))
+    elif isinstance(layer, FusedNorm | FusedPool):
+        act = layer.act if type(layer.act) is not nn.Identity else _own(layer.norm)
+        made = _folded(traced, node.args[0], layer.norm, dtype, act=act)
+    elif isinstance(layer, nn.BatchNorm2d) and type(layer).__name__ in _NORMS:
+        made = _folded(traced, node.args[0], layer, dtype, act=_own(layer))
+    if made is None:
+        return 0
+    shortcut = node.args[1:]
+    other = layer.shortcut_norm if isinstance(layer, FusedNorm) else None
+    if other is not None:
+        projection = shortcut[0]
+        projected = _folded(traced, projection, other, dtype, act=None)
+        if projected is None:
+            return 0
+        assert isinstance(projection, fx.Node)
+        traced.set_submodule(str(projection.target), projected)  # in the place of the convolution alone
+    convolution = node.args[0]
+    assert isinstance(convolution, fx.Node)
+    traced.set_submodule(str(convolution.target), made)
+    with traced.graph.inserting_before(node):
+        call = traced.graph.call_module(str(convolution.target), (convolution.args[0], *shortcut))
+        if isinstance(layer, FusedPool):
+            traced.add_submodule(f"{node.name}_pool", layer.pool)
+            call = traced.graph.call_module(f"{node.name}_pool", (call,))
+    node.replace_all_uses_with(call)
+    traced.graph.erase_node(node)
+    traced.graph.erase_node(convolution)
+    return 1 if other is None else 2
+
+
+def _folded(
+    traced: fx.GraphModule,
+    node: object,
+    norm: nn.BatchNorm2d,
+    dtype: torch.dtype,
+    *,
+    act: nn.Module | None,
+    excite: nn.Module | None = None,
+) -> FoldedConv2d | None:
+    """The convolution that a node is with a norm folded into it; None: it is none, or is used elsewhere too."""
+    if not isinstance(node, fx.Node) or len(node.users) > 1:
+        return None
+    conv = _layer(traced, node) if _calls(traced, node.target) == 1 else None
+    if not isinstance(conv, nn.Conv2d) or type(conv).__name__ not in _CONVOLUTIONS or conv._forward_pre_hooks:
+        return None
+    if norm.running_mean is None or norm.running_var is None or conv._forward_hooks or norm._forward_hooks:
+        return None
+    before = None if conv.bias is None else conv.bias.float()
+    weight, bias = fuse_conv_bn_weights(
+        conv.weight.float(), before, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+    )
+    if not all(each.to(dtype).isfinite().all() for each in (weight, bias)):
+        return None  # a channel that hardly ever varied: its factor does not fit into the format
+    if weight.is_cuda and node is stem_of(traced):
+        weight = nn.Parameter(functional.pad(weight, (0, 0, 0, 0, 0, PaddedStem(conv).channels - conv.in_channels)))
+    made = _with_weights(conv, weight, bias, dtype)
+    assert isinstance(made, nn.Conv2d)
+    return FoldedConv2d(made, act=act, excite=excite)
+
+
+def _calls(traced: fx.GraphModule, target: object) -> int:
+    return sum(node.op == "call_module" and node.target == target for node in traced.graph.nodes)
+
+
+def _own(norm: nn.BatchNorm2d) -> nn.Module | None:
+    """The activation that a norm of timm's has."""
+    act: nn.Module | None = getattr(norm, "act", None)
+    return act
+
+
+def _in_place(act: nn.Module) -> nn.Module:
+    """Convolutions do not need their outputs again."""
+    if not hasattr(act, "inplace"):
+        return act
+    made = copy.copy(act)
+    made.inplace = True  # type: ignore[assignment]
+    return made
