@@ -240,6 +240,10 @@ class _Pool(torch.autograd.Function):
         return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2), None)
 
 
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class _Excitation(torch.autograd.Function):
     """Keeps its input, a few numbers per channel and image, and the graph of the small layers that make the gate."""
 
@@ -256,7 +260,8 @@ class _Excitation(torch.autograd.Function):
 
         norm = Excitation(y, _statistics(y, layer.norm), layer.kind)
         sums = norm.sums()
-        with torch.enable_grad():
+        # Kept as it is where the rest is recomputed: its own backward pass would recompute everything once more.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_kept, _kept):
             mean = sums[0, :, :, None, None].to(y.dtype).requires_grad_()
             gate = layer.excite(mean)
         ctx.save_for_backward(y, norm.found, sums)

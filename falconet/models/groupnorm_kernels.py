@@ -1,4 +1,7 @@
-"""Group norm for channels-last memory in Triton: sums of tiles, then of groups, then the elements."""
+"""Group norm for channels-last memory in Triton: sums of tiles, then of groups, then the elements.
+
+A group is SIZE neighbouring channels, or STRIDED, every n-th channel.
+"""
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202, N803
@@ -25,19 +28,22 @@ def _tile(pixels, channels, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _row(values, columns, channels, SIZE: tl.constexpr):
+def _row(values, columns, channels, SIZE: tl.constexpr, STRIDED: tl.constexpr):
     """The values of the groups that a tile's channels belong to, as a row."""
-    group = tl.program_id(0) * (channels // SIZE) + columns // SIZE
-    return tl.load(values + group, mask=columns < channels, other=0.0)[None, :]
+    groups = channels // SIZE
+    group = columns % groups if STRIDED else columns // SIZE
+    return tl.load(values + tl.program_id(0) * groups + group, mask=columns < channels, other=0.0)[None, :]
 
 
 @triton.jit
 def _of_tiles(start, pixels, channels, tiles,
-              SIZE: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+              SIZE: tl.constexpr, STRIDED: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr,
+              TILES: tl.constexpr):  # fmt: skip
     """Offsets of a group's channels in the results of some tiles, their mask, and the pixels of each tile."""
     image, group, columns = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
     rows = start + tl.arange(0, TILES)
-    place = (image * tiles + rows)[:, None] * channels + group * SIZE + columns[None, :]
+    channel = group + columns * tl.num_programs(1) if STRIDED else group * SIZE + columns
+    place = (image * tiles + rows)[:, None] * channels + channel[None, :]
     inside = (rows < tiles)[:, None] & (columns < SIZE)[None, :]
     counts = tl.minimum(pixels - rows * PIXELS, PIXELS)[:, None].to(tl.float32)
     return place, inside, counts
@@ -58,17 +64,18 @@ def _moments(x, means, squares, pixels, channels, PIXELS: tl.constexpr, CHANNELS
 
 @triton.jit
 def _statistics(means, squares, mean, rstd, pixels, channels, tiles, eps,
-                SIZE: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+                SIZE: tl.constexpr, STRIDED: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr,
+                TILES: tl.constexpr):  # fmt: skip
     """Per group of an image, from its tiles, by Chan's formula."""
     total = tl.zeros([TILES, COLUMNS], tl.float32)
     for start in range(0, tiles, TILES):
-        place, inside, counts = _of_tiles(start, pixels, channels, tiles, SIZE, COLUMNS, PIXELS, TILES)
+        place, inside, counts = _of_tiles(start, pixels, channels, tiles, SIZE, STRIDED, COLUMNS, PIXELS, TILES)
         total += tl.where(inside, tl.load(means + place, mask=inside, other=0.0) * counts, 0.0)
     elements = pixels * SIZE * 1.0  # not .to(): a size of 1 arrives as a plain number
     middle = tl.sum(tl.sum(total, 1), 0) / elements
     total = tl.zeros([TILES, COLUMNS], tl.float32)
     for start in range(0, tiles, TILES):
-        place, inside, counts = _of_tiles(start, pixels, channels, tiles, SIZE, COLUMNS, PIXELS, TILES)
+        place, inside, counts = _of_tiles(start, pixels, channels, tiles, SIZE, STRIDED, COLUMNS, PIXELS, TILES)
         away = tl.load(means + place, mask=inside, other=0.0) - middle
         total += tl.where(inside, tl.load(squares + place, mask=inside, other=0.0) + counts * away * away, 0.0)
     variance = tl.sum(tl.sum(total, 1), 0) / elements
@@ -79,10 +86,10 @@ def _statistics(means, squares, mean, rstd, pixels, channels, tiles, eps,
 
 @triton.jit
 def _normalise(x, y, weight, bias, mean, rstd, pixels, channels,
-               SIZE: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+               SIZE: tl.constexpr, STRIDED: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     offsets, columns, inside = _tile(pixels, channels, PIXELS, CHANNELS)
     exists = columns < channels
-    middle, factor = _row(mean, columns, channels, SIZE), _row(rstd, columns, channels, SIZE)
+    middle, factor = _row(mean, columns, channels, SIZE, STRIDED), _row(rstd, columns, channels, SIZE, STRIDED)
     w = tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
     b = tl.load(bias + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
     values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -92,11 +99,11 @@ def _normalise(x, y, weight, bias, mean, rstd, pixels, channels,
 
 @triton.jit
 def _sums(x, dy, mean, rstd, plain, weighted, pixels, channels,
-          SIZE: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+          SIZE: tl.constexpr, STRIDED: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """Per channel of a tile: the sums of dy, and of dy times the normalised input."""
     offsets, columns, inside = _tile(pixels, channels, PIXELS, CHANNELS)
     exists = columns < channels
-    middle, factor = _row(mean, columns, channels, SIZE), _row(rstd, columns, channels, SIZE)
+    middle, factor = _row(mean, columns, channels, SIZE, STRIDED), _row(rstd, columns, channels, SIZE, STRIDED)
     normal = (tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - middle) * factor
     slope = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
     place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * channels + columns
@@ -106,11 +113,11 @@ def _sums(x, dy, mean, rstd, plain, weighted, pixels, channels,
 
 @triton.jit
 def _slopes(dy, x, dx, weight, mean, rstd, plain, weighted, pixels, channels,
-            SIZE: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+            SIZE: tl.constexpr, STRIDED: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     offsets, columns, inside = _tile(pixels, channels, PIXELS, CHANNELS)
     exists = columns < channels
-    middle, factor = _row(mean, columns, channels, SIZE), _row(rstd, columns, channels, SIZE)
-    constant, linear = _row(plain, columns, channels, SIZE), _row(weighted, columns, channels, SIZE)
+    middle, factor = _row(mean, columns, channels, SIZE, STRIDED), _row(rstd, columns, channels, SIZE, STRIDED)
+    constant, linear = _row(plain, columns, channels, SIZE, STRIDED), _row(weighted, columns, channels, SIZE, STRIDED)
     w = tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32)[None, :]
     normal = (tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - middle) * factor
     slope = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -118,7 +125,9 @@ def _slopes(dy, x, dx, weight, mean, rstd, plain, weighted, pixels, channels,
     tl.store(dx + offsets, result.to(dx.dtype.element_ty), mask=inside)
 
 
-def forward(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def forward(
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, *, strided: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and each group's mean and 1 / standard deviation, N x groups, fp32."""
     images, channels, pixels, size = _shape(x, groups)
     grid, tile = _grid(images, pixels, channels)
@@ -130,24 +139,27 @@ def forward(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) ->
     tiles = min(triton.next_power_of_2(grid[1]), max(1, 2048 // columns))
     _statistics[(images, groups)](
         means, squares, mean, rstd, pixels, channels, grid[1], eps,
-        SIZE=size, COLUMNS=columns, PIXELS=tile["PIXELS"], TILES=tiles, **FUSED,
+        SIZE=size, STRIDED=strided, COLUMNS=columns, PIXELS=tile["PIXELS"], TILES=tiles, **FUSED,
     )  # fmt: skip
-    _normalise[grid](x, y, weight, bias, mean, rstd, pixels, channels, SIZE=size, **tile)
+    _normalise[grid](x, y, weight, bias, mean, rstd, pixels, channels, SIZE=size, STRIDED=strided, **tile)
     return y, mean, rstd
 
 
 def backward(
-    x: Tensor, dy: Tensor, groups: int, weight: Tensor, mean: Tensor, rstd: Tensor
+    x: Tensor, dy: Tensor, groups: int, weight: Tensor, mean: Tensor, rstd: Tensor, *, strided: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of input, weight and bias, the latter two in fp32."""
     images, channels, pixels, size = _shape(x, groups)
     grid, tile = _grid(images, pixels, channels)
     plain, weighted = (x.new_empty(images, grid[1], channels, dtype=torch.float32) for _ in range(2))
-    _sums[grid](x, dy, mean, rstd, plain, weighted, pixels, channels, SIZE=size, **tile)
+    _sums[grid](x, dy, mean, rstd, plain, weighted, pixels, channels, SIZE=size, STRIDED=strided, **tile)
     by_image = torch.stack((plain, weighted)).sum(2)  # 2 x N x C
-    of_groups = (by_image * weight.float()).view(2, images, groups, size).sum(3) / (pixels * size)
+    shape, channel = ((size, groups), 2) if strided else ((groups, size), 3)
+    of_groups = (by_image * weight.float()).view(2, images, *shape).sum(channel) / (pixels * size)
     dx = torch.empty_like(x)
-    _slopes[grid](dy, x, dx, weight, mean, rstd, of_groups[0], of_groups[1], pixels, channels, SIZE=size, **tile)
+    _slopes[grid](
+        dy, x, dx, weight, mean, rstd, of_groups[0], of_groups[1], pixels, channels, SIZE=size, STRIDED=strided, **tile
+    )
     dbias, dweight = by_image.sum(1).unbind()
     return dx, dweight, dbias
 

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import difflib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -19,18 +19,19 @@ from falconet.errors import ConfigError
 from falconet.numerics.segments import computed, cut, is_random, last_nodes, name_of, owner, trace
 
 Storages = Mapping[int, int]  # bytes by storage
+Change = Callable[[fx.GraphModule], fx.GraphModule]
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def recompute(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def recompute(model: nn.Module, patterns: Sequence[str], *, change: Change = lambda piece: piece) -> list[str]:
     """Make `model`, in place, store only the outputs of matching layers; returns their names.
 
     A pattern is a regular expression for a whole name. Weights, their names and gradients do not change, and batch
     norm counts each micro-batch once. Only training with gradients is affected. Call it once the model is on its
-    device.
+    device. `change`: makes each piece faster; what it returns shares the piece's weights and norms.
     """
     matched = matching(model, patterns)
-    segments = _segments(model, matched)
+    segments = [_Segment.of(change(piece)) for piece in pieces(model, matched)]
     # The backward pass starts right after the last segment, so recomputing that one would save nothing.
     _run_in(model, (*segments[:-1], segments[-1].piece))
     return matched
@@ -41,7 +42,7 @@ def recompute_stage(stage: nn.Module, stored: Sequence[str]) -> None:
 
     Its last segment is recomputed as well: other micro-batches run before the backward pass of this one.
     """
-    _run_in(stage, _segments(stage, stored))
+    _run_in(stage, [_Segment.of(piece) for piece in pieces(stage, stored)])
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -59,10 +60,11 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
 
 
-def _segments(model: nn.Module, stored: Sequence[str]) -> list["_Segment"]:
+def pieces(model: nn.Module, stored: Sequence[str]) -> list[fx.GraphModule]:
+    """The model, cut after each of the named layers."""
     traced = trace(model)
     last = last_nodes(traced, model)
-    return [_Segment.of(piece) for piece in cut(traced, (last[name] for name in stored if name in last))]
+    return cut(traced, (last[name] for name in stored if name in last))
 
 
 def _run_in(model: nn.Module, segments: Sequence[Any]) -> None:

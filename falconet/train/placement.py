@@ -27,7 +27,7 @@ from falconet.models.fusion import Fusion, fuse
 from falconet.models.zoo import build_model
 from falconet.numerics.loss_scale import NonFinite, Offender
 from falconet.numerics.precision import Regime
-from falconet.numerics.recompute import automatic, matching, recompute
+from falconet.numerics.recompute import automatic, matching, pieces, recompute
 from falconet.optim.half_optimizers import HalfOptimizer
 from falconet.optim.offload import HostedState
 from falconet.optim.optimizers import decay_groups
@@ -230,14 +230,19 @@ class WholeModel:
         return [*recomputed, *self._fused_lines()]
 
     def _fused_lines(self) -> list[str]:
-        if not self._fuses:
+        if self.setup.device.type != "cuda":
             return []
-        found = self._fused(self._model[0])
-        return [] if found is None else [f"batch norms: {found.fused} of {found.norms} fused with what follows them"]
+        model, stored = self._model[0], self.recomputation.stored if self.recomputation else ()
+        whole = None if stored else self._fused(model)
+        found = (
+            [fuse(piece) for piece in pieces(model, matching(model, stored))] if stored else [whole] if whole else []
+        )
+        fused, norms = sum(part.fused for part in found), sum(part.norms for part in found)
+        return [f"batch norms: {fused} of {norms} fused with what follows them"] if fused else []
 
     @property
     def _fuses(self) -> bool:
-        """Segments that are recomputed are cut from the model as it is."""
+        """Whether the step runs a fused model; segments that are recomputed are fused one by one."""
         return self.setup.device.type == "cuda" and not (self.recomputation and self.recomputation.stored)
 
     def _fused(self, model: nn.Module) -> Fusion | None:
@@ -253,7 +258,10 @@ class WholeModel:
         recomputation = self.recomputation  # chosen before the model changes
         model = self.setup.regime.prepare(self._model[0], self.setup.device)
         if recomputation and recomputation.stored:
-            recompute(model, recomputation.stored)
+            if self.setup.device.type == "cuda":
+                recompute(model, recomputation.stored, change=lambda piece: fuse(piece).model)
+            else:
+                recompute(model, recomputation.stored)
         return model
 
     def copied(self) -> nn.Module:

@@ -17,16 +17,18 @@ CASES = {  # N, C, H, W, groups, mean of the input
 }
 
 
-def errors(n: int, c: int, h: int, w: int, groups: int, mean: float) -> list[float]:
+def errors(n: int, c: int, h: int, w: int, groups: int, mean: float, *, strided: bool) -> list[float]:
     """Of output and gradients of input, weight and bias, against float64, each over the largest value."""
     noise = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(n, c, h, w, generator=noise) + shift for shift in (mean, 0.0))
     x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
     weight, bias = (torch.randn(c, generator=noise) for _ in range(2))
-    y, middle, rstd = groupnorm_kernels.forward(x, groups, weight, bias, 1e-5)
-    found = [y, *groupnorm_kernels.backward(x, dy, groups, weight, middle, rstd)]
+    y, middle, rstd = groupnorm_kernels.forward(x, groups, weight, bias, 1e-5, strided=strided)
+    found = [y, *groupnorm_kernels.backward(x, dy, groups, weight, middle, rstd, strided=strided)]
     leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
-    exact = functional.group_norm(leaves[0], groups, leaves[1], leaves[2], 1e-5)
+    order = sorted(range(c), key=lambda channel: channel % groups if strided else channel)
+    exact = functional.group_norm(leaves[0][:, order], groups, leaves[1][order], leaves[2][order], 1e-5)
+    exact = exact[:, sorted(range(c), key=order.__getitem__)]
     exact.backward(dy.double())
     expected = [exact.detach(), *(t.grad for t in leaves)]
     return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True)]
@@ -34,4 +36,5 @@ def errors(n: int, c: int, h: int, w: int, groups: int, mean: float) -> list[flo
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({name: errors(*case) for name, case in CASES.items()}))
+    kinds = {"neighbours": False, "strided": True}
+    print(json.dumps({k: {n: errors(*case, strided=s) for n, case in CASES.items()} for k, s in kinds.items()}))

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from falconet.models.groupnorm import FastGroupNorm, StridedGroupNorm, group_norm, plain_group_norm
+from falconet.models.groupnorm import (
+    FastGroupNorm,
+    StridedGroupNorm,
+    group_norm,
+    plain_group_norm,
+    plain_strided_group_norm,
+    strided_group_norm,
+)
 
 CASES = ("few channels", "several tiles", "channels beyond a tile", "single pixels", "many groups", "far from zero")
 SHAPES = [(2, 6, 5, 7, 3), (3, 40, 9, 9, 4), (1, 130, 3, 3, 13), (2, 8, 70, 70, 2), (2, 4, 1, 1, 1), (1, 256, 2, 3, 32)]
@@ -54,11 +61,12 @@ def interpreted():
 
 
 @pytest.mark.run
+@pytest.mark.parametrize("grouping", ["neighbours", "strided"])
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_are_as_exact_as_fp32(case, interpreted):
+def test_kernels_are_as_exact_as_fp32(case, grouping, interpreted):
     # At 1000 fp32's spacing is 6e-5; sums of squares around 0 would lose a variance of 1 altogether.
     tolerance = 3e-4 if case == "far from zero" else 1e-6
-    for name, error in zip(NAMES, interpreted[case], strict=True):
+    for name, error in zip(NAMES, interpreted[grouping][case], strict=True):
         assert error < tolerance, name
 
 
@@ -137,9 +145,37 @@ def test_strided_groups_equal_group_norm_of_reordered_channels(memory):
     )
     ours = layer(x)
     torch.testing.assert_close(ours.double()[:, order], theirs, rtol=1e-5, atol=1e-5)
-    ours.square().sum().backward()
-    assert torch.isfinite(x.grad).all()
+    assert ours.is_contiguous(memory_format=memory)
+    slope = torch.randn_like(ours)
+    ours.backward(slope)
+    wide = x.detach().double().requires_grad_()
+    strided_exactly(wide, layer).backward(slope.double())
+    torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-5, atol=1e-5)
     assert layer(x.detach().half()).dtype == torch.float16
+
+
+def strided_exactly(x, layer):
+    """By the definition: every G-th channel."""
+    groups = [slice(first, None, layer.num_groups) for first in range(layer.num_groups)]
+    y = torch.empty_like(x)
+    for group in groups:
+        variance, mean = torch.var_mean(x[:, group], dim=(1, 2, 3), correction=0, keepdim=True)
+        y[:, group] = (x[:, group] - mean) / (variance + layer.eps).sqrt()
+    return y * layer.weight.double().view(-1, 1, 1) + layer.bias.double().view(-1, 1, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], (8, 512, 28, 28, 32)])
+def test_gpu_strided_groups_equal_the_plain_function(shape, dtype):
+    x, dy, weight, bias, groups = (t.cuda() if isinstance(t, torch.Tensor) else t for t in case(shape, dtype=dtype))
+    results = []
+    for compute, kind in ((strided_group_norm, dtype), (plain_strided_group_norm, torch.float32)):
+        leaves = [t.detach().to(k).requires_grad_() for t, k in ((x, kind), (weight, weight.dtype), (bias, bias.dtype))]
+        y = compute(leaves[0], groups, *leaves[1:], eps=1e-5)
+        y.backward(dy.to(kind))
+        results.append([y.detach(), *(t.grad for t in leaves)])
+    check_close(results[0], [t.double() for t in results[1]], max(5e-6, 2 * torch.finfo(dtype).eps))
 
 
 @pytest.mark.parametrize("norm", [FastGroupNorm, StridedGroupNorm])

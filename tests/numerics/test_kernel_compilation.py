@@ -73,13 +73,14 @@ def kernels_of(name):
 
 
 @pytest.mark.run
+@pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_group_norm_compiles(dtype, compiled):
+def test_group_norm_compiles(dtype, strided, compiled):
     module, kernels = kernels_of("falconet.models.groupnorm_kernels")
     x = torch.zeros(2, 32, 7, 7, dtype=dtype).to(memory_format=torch.channels_last)
     weight = bias = torch.ones(32)
-    _, mean, rstd = module.forward(x, 4, weight, bias, 1e-5)
-    module.backward(x, x, 4, weight, mean, rstd)
+    _, mean, rstd = module.forward(x, 4, weight, bias, 1e-5, strided=strided)
+    module.backward(x, x, 4, weight, mean, rstd, strided=strided)
     assert compiled == kernels
 
 

@@ -1,4 +1,4 @@
-"""Half-precision sums and the workspace limit: what is set, and what the plan says about it."""
+"""Regimes on a CPU, half-precision sums and the workspace limit: what is set, and what the plan says about it."""
 
 import os
 import subprocess
@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from falconet.numerics.precision import (
     REGIMES,
     allow_half_partials,
+    automatic,
     describe_half_partials,
     describe_workspace,
     limit_workspace,
@@ -32,6 +34,52 @@ def switches():
     yield lambda: [bool(getattr(matmul, name)) for name in SWITCHES]
     for name, value in before.items():
         setattr(matmul, name, value)
+
+
+@pytest.fixture
+def instructions(monkeypatch):
+    """Sets whether this CPU has bf16 instructions."""
+
+    def has(bf16: bool) -> None:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+    return has
+
+
+@pytest.mark.parametrize(("bf16", "regime"), [(True, "bf16.32"), (False, "32.32")])
+def test_automatic_regime_of_a_cpu_is_the_one_it_has_instructions_for(instructions, bf16, regime):
+    instructions(bf16)
+    assert automatic("cpu") == regime
+
+
+def test_plan_names_the_faster_regime_of_a_cpu(instructions):
+    instructions(True)
+    assert "--precision bf16.32 is faster" in REGIMES["16.16"].describe(CPU)
+    assert REGIMES["bf16.32"].describe(CPU) == "bf16.32"
+    instructions(False)
+    assert "--precision 32.32 is faster" in REGIMES["16.16"].describe(CPU)
+    assert "--precision 32.32 is faster" in REGIMES["bf16.32"].describe(CPU)
+    assert REGIMES["32.32"].describe(CPU) == "32.32"
+
+
+@pytest.mark.parametrize("regime", ["bf16.32", "bf16.bf16"])
+def test_depthwise_convolution_in_bf16_on_a_cpu_has_the_gradients_of_fp32(regime):
+    torch.manual_seed(0)
+    layer, wide = (nn.Conv2d(8, 8, 5, padding=2, groups=8, bias=False) for _ in range(2))
+    images = torch.randn(4, 8, 9, 9).bfloat16()
+    layer.weight.data = layer.weight.data.bfloat16().float()  # what every regime can hold
+    wide.load_state_dict(layer.state_dict())
+    REGIMES[regime].prepare(layer, CPU)
+    with REGIMES[regime].computing(CPU):
+        out = layer(images)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, wide(images.float()).bfloat16())
+    slope = torch.randn_like(out)
+    out.backward(slope)
+    wide(images.float()).backward(slope.float())
+    assert layer.weight.grad.dtype == layer.weight.dtype
+    assert torch.equal(layer.weight.grad, wide.weight.grad.to(layer.weight.dtype))
 
 
 def test_half_partials_set_every_switch_of_torch(switches):

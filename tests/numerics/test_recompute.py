@@ -81,6 +81,46 @@ def test_recomputation_changes_no_bit(name, patterns):
         assert torch.equal(value, changed.state_dict()[key]), key  # running statistics, and how often they moved
 
 
+def fused(piece):
+    from falconet.models.fusion import fuse
+
+    return fuse(piece).model
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "mobilenet-v3-small"])
+def test_fused_pieces_change_nothing_on_a_cpu(name):
+    """There the fused layers run as they are; only gradients that meet may be added in another order."""
+    plain = build(name)
+    changed = copy.deepcopy(plain)
+    choice = automatic(plain, example=images(name), budget_bytes=None)
+    recompute(changed, choice.patterns, change=fused)
+    for first, second in zip(step(plain, images(name)), step(changed, images(name)), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
+    assert list(changed.state_dict()) == list(plain.state_dict())
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(value, changed.state_dict()[key], rtol=1e-5, atol=1e-6)
+        assert key.rpartition(".")[2] != "num_batches_tracked" or value == 2
+    assert saved_bytes(changed, images(name)) < 0.8 * saved_bytes(plain, images(name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "mobilenet-v3-small"])
+def test_gpu_recomputation_with_fused_norms_has_the_gradients_of_the_fused_model(name):
+    plain = build(name).cuda().to(memory_format=torch.channels_last)
+    recomputed = copy.deepcopy(plain)
+    x = images(name, count=16).cuda().contiguous(memory_format=torch.channels_last)
+    choice = automatic(plain, example=x, budget_bytes=None)
+    recompute(recomputed, choice.patterns, change=fused)
+    begun, _ = counted([module for module in recomputed.modules() if isinstance(module, nn.Conv2d)])
+    whole = fused(plain)
+    for first, second in zip(step(whole, x), step(recomputed, x), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-4)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(value, recomputed.state_dict()[key], rtol=1e-4, atol=1e-5)
+    assert max(begun.values()) == 4  # two micro-batches, each forward and once more
+
+
 @pytest.mark.run
 @pytest.mark.parametrize("name", ["resnet8-cifar", "efficientnet-b0"])
 def test_stage_recomputes_every_segment_and_stores_as_predicted(name):

@@ -116,7 +116,8 @@ def test_a_resumed_run_keeps_the_number_of_epochs_it_started_with(falconet, tmp_
 
 @pytest.mark.usefixtures("photos")
 def test_photos_train_in_bf16_where_the_device_has_it(falconet, monkeypatch):
-    assert planned(falconet(f"train photos {SMALL} --plan"))["precision"] == 32.32
+    monkeypatch.setattr(defaults, "automatic", lambda kind: {"cpu": "32.32"}[kind])
+    assert planned(falconet(f"train photos {SMALL} --device cpu --plan"))["precision"] == 32.32
     monkeypatch.setattr(defaults, "automatic", lambda kind: {"cpu": "bf16.32"}[kind])
     assert planned(falconet(f"train photos {SMALL} --device cpu --plan"))["precision"] == "bf16.32"
     assert planned(falconet(f"train photos {SMALL} --device cpu --precision 32.32 --plan"))["precision"] == 32.32
