@@ -58,7 +58,7 @@ class Regime:
                     layer.forward = MethodType(_in_fp32, layer)
                 elif self._is_bfloat16_on_cpu(device) and _is_depthwise(layer):
                     layer.forward = MethodType(_widened, layer)
-                elif self._is_bfloat16_on_cpu(device) and isinstance(layer, nn.Conv2d) and max(layer.stride) > 1:
+                elif self._is_bfloat16_on_cpu(device) and _strides(layer):
                     layer.forward = MethodType(_widened_if_narrow, layer)
         return model.to(device)
 
@@ -130,6 +130,10 @@ def _in_fp32(layer: nn.Module, *values: Tensor) -> Tensor:
 
 def _is_depthwise(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1
+
+
+def _strides(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv2d) and max(layer.stride) > 1
 
 
 def _widened(layer: nn.Module, x: Tensor) -> Tensor:
