@@ -57,6 +57,11 @@ class FusedNorm(nn.Module):
         self.act = nn.Identity() if act is None else act
         self.kind = own_activation(norm) or "none" if act is None else ACTIVATIONS[type(act)]
 
+    def saved(self, y: Tensor, shortcut: Tensor | None = None) -> list[Tensor]:
+        """What the backward pass keeps, but for numbers of a channel."""
+        signs = [y.new_empty(-(-y.numel() // 8), dtype=torch.uint8)] if shortcut is not None else []
+        return [y, *([] if shortcut is None or self.shortcut_norm is None else [shortcut]), *signs]
+
     def forward(self, y: Tensor, shortcut: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         norms = [norm for norm in (self.norm, self.shortcut_norm) if norm is not None]
         if not fits(y, *norms) or (shortcut is not None and not fits(shortcut)):
@@ -76,6 +81,11 @@ class FusedPool(nn.Module):
     def __init__(self, norm: nn.BatchNorm2d, *, act: nn.Module, pool: nn.MaxPool2d) -> None:
         super().__init__()
         self.norm, self.act, self.pool, self.forks = norm, act, pool, False
+
+    def saved(self, y: Tensor) -> list[Tensor]:
+        """What the backward pass keeps, but for numbers of a channel."""
+        pooled = -(-y.numel() // 4)
+        return [y, y.new_empty(pooled), y.new_empty(pooled, dtype=torch.uint8)]
 
     def forward(self, y: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if not fits(y, self.norm):
@@ -103,6 +113,10 @@ class FusedExcitation(nn.Module):
         self.norm, self.excite = norm, excite
         self.act = nn.Identity() if act is None else act
         self.kind = own_activation(norm) or "none" if act is None else ACTIVATIONS[type(act)]
+
+    def saved(self, y: Tensor) -> list[Tensor]:
+        """What the backward pass keeps, but for numbers of a channel or an image."""
+        return [y]
 
     def forward(self, y: Tensor) -> Tensor:
         if not fits(y, self.norm):

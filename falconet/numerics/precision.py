@@ -1,6 +1,7 @@
 """Precision regimes, and what the CUDA libraries may do: sum in half precision, take workspace."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Literal
@@ -62,10 +63,10 @@ class Regime:
                     layer.forward = MethodType(_widened_if_narrow, layer)
         return model.to(device)
 
-    def run(self, model: nn.Module, images: Tensor) -> Tensor:
+    def run(self, model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
         """The logits of normalised images."""
         with self.computing(images.device):
-            logits: Tensor = model(images)
+            logits = model(images)
         return logits.float()
 
     def computing(self, device: torch.device) -> torch.autocast:

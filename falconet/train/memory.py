@@ -5,10 +5,12 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx.node import Target
 
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands
@@ -21,6 +23,7 @@ from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.errors import SHORTAGES, DeviceError, ShortageError, memory_shortage
 from falconet.models import views
+from falconet.models.fused_batchnorm import FusedExcitation, FusedNorm, FusedPool
 from falconet.parallel import host
 from falconet.parallel.division import Division
 from falconet.parallel.environment import find_place
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 SPARE = 1 / 32  # of a device's memory: what its allocator may not find in one piece in a longer run
 UPDATES = 2  # of a trial: the first one creates the optimizer's state
+Keep = Callable[[Tensor], None]
 AHEAD = 2  # updates whose images are on the device: the one in use, and the next
 
 
@@ -81,12 +85,17 @@ def _kept(built: BuiltPhase, model: nn.Module) -> tuple[int, list[int]]:
 
     The latter by tensor. Found from one and two images, but never more than a micro-batch: of one, all are the image's.
     """
-    setup, side = built.placement.setup, built.images.training.image_size
+    assert isinstance(built.placement, WholeModel)
+    setup, side, fused = built.placement.setup, built.images.training.image_size, built.placement.fused(model)
+
+    def forward(images: int, keep: Keep) -> None:
+        black = _black(images, side, setup.device)
+        run = _Fused(fused.model, keep).run if fused else model
+        setup.regime.run(run, setup.normalise(black))
 
     def saved(images: int) -> list[int]:
-        black = _black(images, side, setup.device)
         with torch.backends.cudnn.flags(enabled=False):  # it would spend seconds on kernels for sizes never used again
-            return _saved(model, lambda: setup.regime.run(model, setup.normalise(black)))
+            return _saved(model, partial(forward, images))
 
     one = saved(1)
     if built.shape.micro_batch == 1:
@@ -95,8 +104,29 @@ def _kept(built: BuiltPhase, model: nn.Module) -> tuple[int, list[int]]:
     return sum(one) - sum(growth), growth
 
 
-def _saved(model: nn.Module, forward: Callable[[], Tensor]) -> list[int]:
-    """Bytes of each tensor that a backward pass would need, without the weights.
+class _Fused(fx.Interpreter):
+    """Runs a fused model's layers as they are, and keeps of each what the fused one would."""
+
+    def __init__(self, model: fx.GraphModule, keep: Keep) -> None:
+        super().__init__(model)
+        self._keep = keep
+
+    def call_module(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer = self.module.get_submodule(str(target))
+        if not isinstance(layer, FusedNorm | FusedPool | FusedExcitation):
+            return super().call_module(target, args, kwargs)
+        for tensor in layer.saved(*args):
+            self._keep(tensor)
+        with torch.no_grad():
+            computed = layer(*args)
+        result = computed[0] if isinstance(computed, tuple) else computed
+        # A copy: a layer that follows may change its input in place, which a leaf of a graph does not allow.
+        copied = result.detach().requires_grad_().clone()
+        return (copied, copied) if isinstance(computed, tuple) else copied
+
+
+def _saved(model: nn.Module, forward: Callable[[Keep], None]) -> list[int]:
+    """Bytes of each tensor that a backward pass would need, without the weights; `forward` may name further ones.
 
     In evaluation mode, so that running statistics and random numbers stay as they are: it keeps the same tensors.
     """
@@ -112,7 +142,7 @@ def _saved(model: nn.Module, forward: Callable[[], Tensor]) -> list[int]:
     model.eval()
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing):
-            forward()
+            forward(keep)
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -245,10 +245,10 @@ class WholeModel:
         parts = [fuse(piece) for piece in pieces(model, matching(model, stored))]
         return sum(part.fused for part in parts), sum(part.norms for part in parts)
 
-    @property
-    def _fuses(self) -> bool:
-        """Whether the step runs a fused model; segments that are recomputed are fused one by one."""
-        return self.setup.device.type == "cuda" and not (self.recomputation and self.recomputation.stored)
+    def fused(self, model: nn.Module) -> Fusion | None:
+        """What the step runs instead of the model; segments that are recomputed are fused one by one."""
+        fuses = self.setup.device.type == "cuda" and not (self.recomputation and self.recomputation.stored)
+        return self._fused(model) if fuses else None
 
     def _fused(self, model: nn.Module) -> Fusion | None:
         """The model's training pass with fused norms; None: it cannot be traced, or has no norm to fuse."""
@@ -301,7 +301,7 @@ class WholeModel:
         )
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> LocalStep:
-        setup, fused = self.setup, self._fused(state.model) if self._fuses else None
+        setup, fused = self.setup, self.fused(state.model)
         return LocalStep(
             build_moving(state, setup, self._model[1], replicas=replicas, offender=offender),
             normalise=setup.normalise_to(fused.channels if fused else 3),
