@@ -97,7 +97,7 @@ class Captured:
     def __init__(self, compute: Compute, device: torch.device, *, note: Say, record: Record | None = None) -> None:
         """`record`: how a call is captured; None: as a CUDA graph."""
         self._compute, self._device, self._note = compute, device, note
-        self._record = record or self._graph
+        self._record = record  # not a method of this object: in a cycle, graphs would keep their memory
         self._pool: Pool | None = None
         self._seen: set[Hashable] = set()
         self._recorded: dict[Hashable, Recorded] = {}
@@ -125,7 +125,7 @@ class Captured:
         inputs = torch.empty_like(images, device=self._device)
         inputs.copy_(images)
         try:
-            self._recorded[shape] = self._record(self._compute, inputs)
+            self._recorded[shape] = (self._record or self._graph)(self._compute, inputs)
         except RuntimeError as error:
             self._fails = True
             self._note(why_not(error))
