@@ -230,7 +230,8 @@ class WholeModel:
         return [*recomputed, *self._fused_lines()]
 
     def _fused_lines(self) -> list[str]:
-        if self.setup.device.type != "cuda":
+        spans = self.setup.options.parallel.batchnorm_span > self.setup.shape.joined  # such norms are not fused
+        if self.setup.device.type != "cuda" or spans:
             return []
         model, stored = self._model[0], self.recomputation.stored if self.recomputation else ()
         whole = None if stored else self._fused(model)
