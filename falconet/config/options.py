@@ -368,7 +368,7 @@ class Machine:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if available, else cpu."""
     precision: Literal["auto", "16.16", "16.32", "32.32", "bf16.bf16", "bf16.32"] = "32.32"
-    """Formats of compute, and of weights and their update (docs/knowing/numerics.md); auto: bf16.32 on CUDA."""
+    """Formats of compute and of weights (docs/knowing/numerics.md); auto: bf16.32 if the device has it, else 32.32."""
     threads: Annotated[int, AtLeast(1)] | Auto = "auto"
     """CPU threads per process; auto: as in a restored run, else OMP_NUM_THREADS, else one per core. Changes bits."""
     deterministic: bool = True

@@ -334,7 +334,7 @@ def dense(gradient: Tensor) -> Tensor:
         return gradient.contiguous(memory_format=torch.channels_last)
     out = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device, memory_format=torch.channels_last)
     elements = channels * height * width
-    _expand[(images, -(-elements // TILE))](gradient, out, elements, channels, SIZE=TILE)
+    _expand[(images, -(-elements // TILE))](gradient, out, elements, channels, SIZE=TILE, **FUSED)
     return out
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from falconet.models.depthwise import DepthwiseConv, can_compute
+from falconet.models import depthwise, grouped
 from falconet.models.fused_batchnorm import (
     ACTIVATIONS,
     FusedExcitation,
@@ -50,7 +50,7 @@ def fuse(model: nn.Module) -> Fusion:
         if isinstance(_layer(traced, node), FusedNorm | FusedPool):
             _fork(traced, node)
             _replace_mean(traced, node)
-    _replace_depthwise(traced)
+    _replace_convolutions(traced)
     channels = _pad_stem(traced)
     traced.graph.lint()
     traced.recompile()
@@ -223,12 +223,19 @@ def _replace_mean(traced: fx.GraphModule, node: fx.Node) -> None:
     traced.graph.erase_node(mean)
 
 
-def _replace_depthwise(traced: fx.GraphModule) -> None:
+def _replace_convolutions(traced: fx.GraphModule) -> None:
+    """Let our own kernels compute the convolutions that they are faster at."""
     for node in traced.graph.nodes:
         layer = _layer(traced, node)
-        if isinstance(layer, nn.Conv2d) and can_compute(layer):
+        if not isinstance(layer, nn.Conv2d):
+            continue
+        if depthwise.can_compute(layer):
             name = f"depthwise_{node.name}"
-            traced.add_submodule(name, DepthwiseConv(layer))
+            traced.add_submodule(name, depthwise.DepthwiseConv(layer))
+            node.target = name
+        elif grouped.can_compute(layer):
+            name = f"grouped_{node.name}"
+            traced.add_submodule(name, grouped.GroupedConv(layer))
             node.target = name
 
 

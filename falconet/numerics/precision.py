@@ -58,6 +58,8 @@ class Regime:
                     layer.forward = MethodType(_in_fp32, layer)
                 elif self._is_bfloat16_on_cpu(device) and _is_depthwise(layer):
                     layer.forward = MethodType(_widened, layer)
+                elif self._is_bfloat16_on_cpu(device) and _strides(layer):
+                    layer.forward = MethodType(_widened_if_narrow, layer)
         return model.to(device)
 
     def run(self, model: nn.Module, images: Tensor) -> Tensor:
@@ -130,6 +132,10 @@ def _is_depthwise(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1
 
 
+def _strides(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv2d) and max(layer.stride) > 1
+
+
 def _widened(layer: nn.Module, x: Tensor) -> Tensor:
     """The layer's original forward in fp32, with a result in bf16.
 
@@ -144,6 +150,17 @@ def _widened(layer: nn.Module, x: Tensor) -> Tensor:
     finally:
         layer._parameters.update(stored)
     return result.bfloat16()
+
+
+def _widened_if_narrow(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """The layer's original forward; in fp32 for an image narrower than the stride.
+
+    There oneDNN leaves parts of the weight's gradient in bf16 unwritten, where it should be 0 (torch 2.15).
+    """
+    if x.shape[-1] < layer.stride[-1] or x.shape[-2] < layer.stride[-2]:
+        return _widened(layer, x)
+    result: Tensor = type(layer).forward(layer, x)
+    return result
 
 
 def _has_bfloat16(device: torch.device) -> bool:

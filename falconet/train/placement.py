@@ -230,16 +230,21 @@ class WholeModel:
         return [*recomputed, *self._fused_lines()]
 
     def _fused_lines(self) -> list[str]:
-        spans = self.setup.options.parallel.batchnorm_span > self.setup.shape.joined  # such norms are not fused
-        if self.setup.device.type != "cuda" or spans:
-            return []
-        model, stored = self._model[0], self.recomputation.stored if self.recomputation else ()
-        whole = None if stored else self._fused(model)
-        found = (
-            [fuse(piece) for piece in pieces(model, matching(model, stored))] if stored else [whole] if whole else []
-        )
-        fused, norms = sum(part.fused for part in found), sum(part.norms for part in found)
+        fused, norms = self.fused_norms
         return [f"batch norms: {fused} of {norms} fused with what follows them"] if fused else []
+
+    @cached_property
+    def fused_norms(self) -> tuple[int, int]:
+        """How many norms run fused, and how many there are; those of recomputed segments are fused piece by piece."""
+        spans = self.setup.options.parallel.batchnorm_span > self.setup.shape.joined  # such norms run as they are
+        if self.setup.device.type != "cuda" or spans:
+            return 0, 0
+        model, stored = self._model[0], self.recomputation.stored if self.recomputation else ()
+        if not stored:
+            whole = self._fused(model)
+            return (whole.fused, whole.norms) if whole else (0, 0)
+        parts = [fuse(piece) for piece in pieces(model, matching(model, stored))]
+        return sum(part.fused for part in parts), sum(part.norms for part in parts)
 
     @property
     def _fuses(self) -> bool:
@@ -256,7 +261,7 @@ class WholeModel:
         return found if found.fused else None
 
     def build(self) -> nn.Module:
-        recomputation = self.recomputation  # chosen before the model changes
+        recomputation, _ = self.recomputation, self.fused_norms  # found before the model changes
         model = self.setup.regime.prepare(self._model[0], self.setup.device)
         if recomputation and recomputation.stored:
             if self.setup.device.type == "cuda":

@@ -208,10 +208,10 @@ def test_a_class_name_leads_to_no_other_folder(name):
 
 
 def test_embeddings_are_what_the_classifier_layer_gets(falconet, home):
-    answer = falconet("predict r photos/val photos/none.jpg --embeddings e.npz --csv --threads 1")
+    answer = falconet("predict r photos/val photos/none.jpg --embeddings e.npz --csv --threads 1 --precision 32.32")
     stored = np.load("e.npz")
     assert stored["paths"].tolist() == [row["path"] for row in csv.DictReader(io.StringIO(answer.out))]
-    classifier, rows = logits_of("r --threads 1 --photos x", stored["paths"].tolist())
+    classifier, rows = logits_of("r --threads 1 --precision 32.32 --photos x", stored["paths"].tolist())
     weight, bias = (tensor.detach().numpy() for tensor in classifier.model.fc.parameters())
     scores = stored["embeddings"] @ weight.T + bias
     np.testing.assert_allclose(scores, torch.stack([row.logits for row in rows]).numpy(), rtol=1e-4, atol=1e-5)

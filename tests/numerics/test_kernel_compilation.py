@@ -147,6 +147,28 @@ def test_both_depthwise_gradients_compile_as_one_kernel(compiled):
 
 
 @pytest.mark.run
+@pytest.mark.parametrize(("dtype", "group"), [(torch.float16, 4), (torch.bfloat16, 16)])
+def test_a_grouped_convolution_compiles(dtype, group, compiled):
+    module, kernels = kernels_of("falconet.models.grouped_kernels")
+    weight, x = (torch.zeros(shape, dtype=dtype) for shape in ((64, group, 3, 3), (2, 64, 8, 8)))
+    dy, packed = x.to(memory_format=torch.channels_last), module.pack(weight, dtype)
+    sizes = module.Geometry(2, 64, 8, 8, group, 1)
+    module.forward(dy, packed, sizes)
+    module.weight_gradient(dy, dy, weight, sizes)
+    module.input_gradient(dy, packed, module.Geometry(2, 64, 16, 16, group, 2))
+    assert compiled == kernels
+
+
+@pytest.mark.run
+def test_a_strided_convolution_of_wide_groups_compiles(compiled):
+    module = importlib.import_module("falconet.models.grouped_kernels")
+    weight, dy = torch.zeros(64, 32, 3, 3), torch.zeros(2, 64, 8, 8, dtype=torch.float16)
+    packed = module.pack(weight, dy.dtype)
+    module.input_gradient(dy.to(memory_format=torch.channels_last), packed, module.Geometry(2, 64, 16, 16, 32, 2))
+    assert compiled == {"_pack", "_spread"}
+
+
+@pytest.mark.run
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_proxy_norm_compiles(dtype, silu, compiled):

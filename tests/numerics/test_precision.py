@@ -82,6 +82,20 @@ def test_depthwise_convolution_in_bf16_on_a_cpu_has_the_gradients_of_fp32(regime
     assert torch.equal(layer.weight.grad, wide.weight.grad.to(layer.weight.dtype))
 
 
+@pytest.mark.parametrize("side", [1, 2])
+def test_bf16_gradient_of_a_convolution_on_a_cpu_is_written_everywhere(side):
+    """Of one whose images may be narrower than its stride: taps that meet only padding have a gradient of 0."""
+    layer = REGIMES["bf16.32"].prepare(nn.Conv2d(16, 24, 3, stride=2, padding=1, bias=False), CPU)
+    images = torch.randn(4, 16, side, side).contiguous(memory_format=torch.channels_last)
+    for _ in range(20):
+        freed = [torch.full((24 * 16 * 9,), float("nan"), dtype=dtype) for dtype in (torch.float32, torch.bfloat16) * 3]
+        del freed  # what is allocated next starts with these values
+        layer.zero_grad()
+        with REGIMES["bf16.32"].computing(CPU):
+            layer(images).sum().backward()
+        assert layer.weight.grad.isfinite().all()
+
+
 def test_half_partials_set_every_switch_of_torch(switches):
     allow_half_partials(CUDA)
     assert switches() == [True] * 3

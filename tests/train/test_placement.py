@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from falconet.config.commands import TrainOptions
+from falconet.config.fields import options_of
+from falconet.config.load import load
 from falconet.config.options import Model, Parallel, Run
+from falconet.config.settings import from_line
 from falconet.data.loader import BatchShape
 from falconet.numerics.precision import REGIMES
+from falconet.train import build
 from falconet.train.placement import Setup, WholeModel
+from falconet.train.processes import prepare
+from tiny import TINY
 
 
 def seed(replica: int, stage: int, *, alike: bool) -> int:
@@ -39,10 +45,18 @@ def plan_lines(*, span: int, joined: int) -> list[str]:
     return WholeModel(setup).lines()
 
 
-@pytest.mark.parametrize("span", [1, 2])
-def test_the_plan_counts_fused_norms(span):
-    assert plan_lines(span=span, joined=span) == ["batch norms: 7 of 7 fused with what follows them"]
-
-
 def test_norms_over_several_processes_are_not_called_fused():
+    assert plan_lines(span=2, joined=2) == ["batch norms: 7 of 7 fused with what follows them"]
     assert plan_lines(span=2, joined=1) == []
+
+
+@pytest.mark.parametrize("recompute", ["", "--enable-recompute"])
+def test_plan_counts_fused_norms_of_recomputed_segments_too(recompute, monkeypatch):
+    line = f"{TINY} --device cpu {recompute}"
+    launch = prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
+    placement = build.BuiltPhase(launch, build.open_site(launch)).placement
+    assert not any("fused" in words for words in placement.lines())
+    placement = build.BuiltPhase(launch, build.open_site(launch)).placement
+    monkeypatch.setattr(Setup, "device", torch.device("cuda"))
+    norms = sum(isinstance(module, torch.nn.BatchNorm2d) for module in placement._model[0].modules())
+    assert f"batch norms: {norms} of {norms} fused with what follows them" in placement.lines()
