@@ -1,7 +1,9 @@
 """Captured functions: which calls are captured, what a replay reads and returns, and what happens without capture."""
 
 import gc
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -117,6 +119,19 @@ def test_graphs_are_freed_with_their_last_user_not_at_the_next_garbage_collectio
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_threads_get_the_results_of_their_own_batches():
+    class SlowTape(Tape):
+        def replay(self):
+            time.sleep(0.01)  # for another thread to write its batch
+            return super().replay()
+
+    score = squares(record=SlowTape)
+    score.prepare(batch(0))
+    with ThreadPoolExecutor(4) as threads:
+        found = [int(each[0, 0]) for each in threads.map(lambda value: score(batch(value)), range(8))]
+    assert found == [value**2 for value in range(8)]
 
 
 def test_a_cpu_has_nothing_to_capture():
