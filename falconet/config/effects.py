@@ -285,7 +285,7 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
         ("preprocessing", "with --format timm, whose config.json has it", lambda o: o.export.format != "timm"),
         ("half", "with --format timm, which opens fp32 weights", lambda o: o.export.format != "timm"),
         ("device", "without --format aoti: the file is for any device", lambda o: o.export.format == "aoti"),
-        ("capture", "on an export, which whoever runs it may capture", _never),
+        ("capture", "on an export: the program that runs the file may capture it", _never),
     ),
     commands.AverageOptions: (
         *(

@@ -152,7 +152,8 @@ class FoldedConv2d(nn.Module):
             z = activated.apply(gate.to(y.dtype).contiguous())
             return z
         if shortcut is not None:
-            shortcut = shortcut.to(y.dtype).contiguous(memory_format=torch.channels_last)
+            # A position embedding, for example, is one for all images.
+            shortcut = shortcut.to(y.dtype).expand_as(y).contiguous(memory_format=torch.channels_last)
         z, _ = batchnorm_kernels.normalise(y, self.table, act=act, shortcut=shortcut)
         return z
 

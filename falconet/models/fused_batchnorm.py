@@ -33,8 +33,13 @@ def own_activation(norm: nn.BatchNorm2d) -> str | None:
 
 
 def fits(y: Tensor, *norms: nn.BatchNorm2d) -> bool:
-    """Whether the kernels can take this input; frozen norms are in evaluation mode and run as they are."""
-    return y.is_cuda and y.is_contiguous(memory_format=torch.channels_last) and all(norm.training for norm in norms)
+    """Whether the kernels can take this input.
+
+    Norms may change after they were fused: frozen for a while, they keep their statistics; over a span, other replicas
+    have a part in them. Such norms run as they are.
+    """
+    dense = y.is_cuda and y.is_contiguous(memory_format=torch.channels_last)
+    return dense and all(norm.training and can_fuse(norm) for norm in norms)
 
 
 class FusedNorm(nn.Module):
@@ -64,7 +69,7 @@ class FusedNorm(nn.Module):
 
     def forward(self, y: Tensor, shortcut: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         norms = [norm for norm in (self.norm, self.shortcut_norm) if norm is not None]
-        if not fits(y, *norms) or (shortcut is not None and not fits(shortcut)):
+        if not fits(y, *norms) or (shortcut is not None and not (shortcut.shape == y.shape and fits(shortcut))):
             z = self.norm(y)
             if shortcut is not None:
                 z = z + (shortcut if self.shortcut_norm is None else self.shortcut_norm(shortcut))

@@ -1,5 +1,6 @@
 """A function of a batch as CUDA graphs: captured once for each shape, then replayed without the host's work."""
 
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -88,7 +89,7 @@ Record = Callable[[Compute, Tensor], Recorded]
 
 
 class Captured:
-    """The same function, replayed from the second batch of a shape on; one thread at a time.
+    """The same function, replayed from the second batch of a shape on; threads take turns.
 
     A shape that comes once, such as a short last batch, is computed as it is. So is one that cannot be captured, which
     `note` reports once.
@@ -97,15 +98,20 @@ class Captured:
     def __init__(self, compute: Compute, device: torch.device, *, note: Say, record: Record | None = None) -> None:
         """`record`: how a call is captured; None: as a CUDA graph."""
         self._compute, self._device, self._note = compute, device, note
-        self._record = record or self._graph
+        self._record = record  # not a method of this object: in a cycle, graphs would keep their memory
         self._pool: Pool | None = None
         self._seen: set[Hashable] = set()
         self._recorded: dict[Hashable, Recorded] = {}
         self._fails = False
+        self._turn = threading.Lock()  # all replays of a shape read the same input
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
         """The function of images in host or device memory; the result is a tensor of its own."""
+        with self._turn:
+            return self._computed(images)
+
+    def _computed(self, images: Tensor) -> Tensor:
         shape = (images.shape, images.dtype, images.stride())
         if shape not in self._recorded and shape in self._seen and not self._fails and len(self._recorded) < MOST:
             self._capture(shape, images)
@@ -125,7 +131,7 @@ class Captured:
         inputs = torch.empty_like(images, device=self._device)
         inputs.copy_(images)
         try:
-            self._recorded[shape] = self._record(self._compute, inputs)
+            self._recorded[shape] = (self._record or self._graph)(self._compute, inputs)
         except RuntimeError as error:
             self._fails = True
             self._note(why_not(error))

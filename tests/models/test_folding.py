@@ -221,7 +221,10 @@ def test_in_place_activations_do_not_change_the_images():
     assert torch.equal(given, kept)
 
 
-CASES = ["none", "relu", "silu", "hard_swish", "relu6", "none, added", "relu, added", "silu, excited"]
+CASES = [
+    *("none", "relu", "silu", "hard_swish", "relu6", "silu, excited"),
+    *("none, added", "relu, added", "none, one for all added", "relu, one for all added"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from falconet.models import fusion, zoo
-from falconet.models.fused_batchnorm import FusedExcitation, FusedNorm
+from falconet.models.freezing import Frozen
+from falconet.models.fused_batchnorm import FusedExcitation, FusedNorm, fits
+from falconet.parallel.batchnorm import SpanBatchNorm2d
 
 SHAPES = ["few channels", "a short last tile", "several programs", "channels beyond a tile"]
 ADDED = {"none": (0, 1, 2), "relu": (0, 1, 2), "silu": (0,), "hard_swish": (0,), "relu6": (0,)}
@@ -136,6 +139,38 @@ def test_a_sum_that_is_used_elsewhere_too_stays_apart():
     found = fusion.fuse(model)
     assert found.fused == 1
     torch.testing.assert_close(found.model.eval()(images(8)), model.eval()(images(8)), rtol=0, atol=0)
+
+
+def on_a_gpu(*shape):
+    """A tensor with neither memory nor values, as the choice of a layer's path sees it."""
+    return torch.empty(shape, device="cuda", memory_format=torch.channels_last)
+
+
+def spans(norm):
+    norm.__class__ = SpanBatchNorm2d
+
+
+def keeps_its_statistics(norm):
+    Frozen(norms=frozenset({"0"})).set(nn.Sequential(norm))
+
+
+def averages_all_batches(norm):
+    norm.momentum = None
+
+
+@pytest.mark.parametrize("change", [spans, keeps_its_statistics, averages_all_batches, nn.Module.eval])
+def test_a_norm_that_changes_after_it_was_fused_runs_as_it_is(change):
+    norm = nn.BatchNorm2d(8)
+    with FakeTensorMode():
+        assert fits(on_a_gpu(2, 8, 4, 4), norm)
+        change(norm)
+        assert not fits(on_a_gpu(2, 8, 4, 4), norm)
+
+
+def test_a_shortcut_for_all_images_is_added_by_torch():
+    with FakeTensorMode():
+        layer = FusedNorm(nn.BatchNorm2d(8, device="cuda"))
+        assert layer(on_a_gpu(2, 8, 4, 4), on_a_gpu(1, 8, 4, 4)).shape == (2, 8, 4, 4)
 
 
 def without_noise(model):

@@ -1,5 +1,10 @@
 """Captured functions: which calls are captured, what a replay reads and returns, and what happens without capture."""
 
+import gc
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -103,6 +108,30 @@ def test_a_failed_capture_is_noted_once_and_everything_is_computed_without():
         assert int(score(batch(value))[0, 0]) == value**2
         assert int(score(batch(value, count=5))[0, 0]) == value**2
     assert notes == ["note: batches are computed without CUDA graphs: operation not permitted when stream is capturing"]
+
+
+def test_graphs_are_freed_with_their_last_user_not_at_the_next_garbage_collection():
+    gc.disable()
+    try:
+        score = squares(record=None)
+        alive = weakref.ref(score)
+        del score
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_threads_get_the_results_of_their_own_batches():
+    class SlowTape(Tape):
+        def replay(self):
+            time.sleep(0.01)  # for another thread to write its batch
+            return super().replay()
+
+    score = squares(record=SlowTape)
+    score.prepare(batch(0))
+    with ThreadPoolExecutor(4) as threads:
+        found = [int(each[0, 0]) for each in threads.map(lambda value: score(batch(value)), range(8))]
+    assert found == [value**2 for value in range(8)]
 
 
 def test_a_cpu_has_nothing_to_capture():

@@ -8,10 +8,12 @@ import torch
 from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
-from falconet.config.options import Parallel, Run
+from falconet.config.options import Model, Parallel, Run
 from falconet.config.settings import from_line
+from falconet.data.loader import BatchShape
+from falconet.numerics.precision import REGIMES
 from falconet.train import build
-from falconet.train.placement import Setup
+from falconet.train.placement import Setup, WholeModel
 from falconet.train.processes import prepare
 from tiny import TINY
 
@@ -31,6 +33,21 @@ def test_every_process_drops_different_units():
 def test_with_identical_seeding_replicas_drop_the_same_and_stages_different_units(replica):
     assert seed(replica, 0, alike=True) == seed(0, 0, alike=True) == seed(0, 0, alike=False)
     assert seed(replica, 1, alike=True) == seed(0, 1, alike=True) != seed(0, 0, alike=True)
+
+
+def plan_lines(*, span: int, joined: int) -> list[str]:
+    """Of a CIFAR network for a CUDA device, whose batch norm spans some replicas, of which this one runs `joined`."""
+    grid = SimpleNamespace(world=SimpleNamespace(device=torch.device("cuda", 0)))
+    options = TrainOptions(model=Model(model="resnet8-cifar"), parallel=Parallel(batchnorm_span=span))
+    images = SimpleNamespace(classes=10, training=SimpleNamespace(image_size=32))
+    shape = BatchShape(micro_batch=8, joined=joined, folded=joined)
+    setup = Setup(options=options, images=images, shape=shape, grid=grid, regime=REGIMES["32.32"], note=print)
+    return WholeModel(setup).lines()
+
+
+def test_norms_over_several_processes_are_not_called_fused():
+    assert plan_lines(span=2, joined=2) == ["batch norms: 7 of 7 fused with what follows them"]
+    assert plan_lines(span=2, joined=1) == []
 
 
 @pytest.mark.parametrize("recompute", ["", "--enable-recompute"])
