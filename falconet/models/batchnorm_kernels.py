@@ -104,6 +104,16 @@ def row_of(values, line, channel, channels, there):
 
 
 @triton.jit
+def numbers_of(statistics, channel, channels, there):
+    """Factor, bias and mean of a norm."""
+    return (
+        row_of(statistics, 0, channel, channels, there),
+        row_of(statistics, 1, channel, channels, there),
+        row_of(statistics, 2, channel, channels, there),
+    )
+
+
+@triton.jit
 def loaded(pointer, offsets, inside):
     return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
 
@@ -175,20 +185,12 @@ def _normalise(y, statistics, shortcut, shortcut_statistics, z, bits, count, uni
     channels = units * UNIT
     columns, channel, there = columns_of(channels, joined, COLUMNS)
     rows, offsets, inside = tile_of(tl.program_id(0), count, channels * joined, columns, there, ROWS)
-    factor, bias, mean = (
-        row_of(statistics, 0, channel, channels, there),
-        row_of(statistics, 1, channel, channels, there),
-        row_of(statistics, 2, channel, channels, there),
-    )
+    factor, bias, mean = numbers_of(statistics, channel, channels, there)
     v = normed(loaded(y, offsets, inside), factor, bias, mean)
     if ADDS > 0:
         s = loaded(shortcut, offsets, inside)
         if ADDS == 2:
-            factor, bias, mean = (
-                row_of(shortcut_statistics, 0, channel, channels, there),
-                row_of(shortcut_statistics, 1, channel, channels, there),
-                row_of(shortcut_statistics, 2, channel, channels, there),
-            )
+            factor, bias, mean = numbers_of(shortcut_statistics, channel, channels, there)
             s = normed(s, factor, bias, mean)
         v += s
     tl.store(z + offsets, activated(v, ACT).to(z.dtype.element_ty), mask=inside)
@@ -235,11 +237,7 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, shortcut, shortcut_statistic
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
-    factor, bias, mean = (
-        row_of(statistics, 0, channel, channels, there),
-        row_of(statistics, 1, channel, channels, there),
-        row_of(statistics, 2, channel, channels, there),
-    )
+    factor, bias, mean = numbers_of(statistics, channel, channels, there)
     first, second = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     if DOWN:
         shortcut_mean = row_of(shortcut_statistics, 2, channel, channels, there)
@@ -305,11 +303,7 @@ def _spread_gradients(dz, dz2, y, bits, statistics, slopes, dy, shortcut, shortc
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
     rows, offsets, inside = tile_of(tl.program_id(0), count, wide, columns, there, ROWS)
-    factor, bias, mean = (
-        row_of(statistics, 0, channel, channels, there),
-        row_of(statistics, 1, channel, channels, there),
-        row_of(statistics, 2, channel, channels, there),
-    )
+    factor, bias, mean = numbers_of(statistics, channel, channels, there)
     d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
                      ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
     tl.store(dy + offsets, sloped(d, v, slopes, channel, channels, there).to(dy.dtype.element_ty), mask=inside)

@@ -26,8 +26,8 @@ from falconet.models.batchnorm_kernels import (
     merged,
     merging,
     normed,
+    numbers_of,
     passed,
-    row_of,
     sloped,
     tile_of,
 )
@@ -45,11 +45,7 @@ def _sum_images(dz, y, statistics, partial, in_image, units, joined, parts, imag
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
-    factor, bias, mean = (
-        row_of(statistics, 0, channel, channels, there),
-        row_of(statistics, 1, channel, channels, there),
-        row_of(statistics, 2, channel, channels, there),
-    )
+    factor, bias, mean = numbers_of(statistics, channel, channels, there)
     first, second, third = (
         tl.zeros((ROWS, COLUMNS), tl.float32),
         tl.zeros((ROWS, COLUMNS), tl.float32),
@@ -100,11 +96,7 @@ def _excite(y, statistics, gate, z, count, in_image, units, joined, UNIT: tl.con
     channels = units * UNIT
     columns, channel, there = columns_of(channels, joined, COLUMNS)
     rows, offsets, inside = tile_of(tl.program_id(0), count, channels * joined, columns, there, ROWS)
-    factor, bias, mean = (
-        row_of(statistics, 0, channel, channels, there),
-        row_of(statistics, 1, channel, channels, there),
-        row_of(statistics, 2, channel, channels, there),
-    )
+    factor, bias, mean = numbers_of(statistics, channel, channels, there)
     v = activated(normed(loaded(y, offsets, inside), factor, bias, mean), ACT)
     v *= _of_image(gate, rows // in_image, channel, channels, inside)
     tl.store(z + offsets, v.to(z.dtype.element_ty), mask=inside)
@@ -130,11 +122,7 @@ def _spread_excited(dz, y, statistics, gate, dmean, slopes, dy, count, in_image,
     channels = units * UNIT
     columns, channel, there = columns_of(channels, joined, COLUMNS)
     rows, offsets, inside = tile_of(tl.program_id(0), count, channels * joined, columns, there, ROWS)
-    factor, bias, mean = (
-        row_of(statistics, 0, channel, channels, there),
-        row_of(statistics, 1, channel, channels, there),
-        row_of(statistics, 2, channel, channels, there),
-    )
+    factor, bias, mean = numbers_of(statistics, channel, channels, there)
     image = rows // in_image
     d = loaded(dz, offsets, inside) * _of_image(gate, image, channel, channels, inside)
     d += _of_image(dmean, image, channel, channels, inside) * scale

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from falconet.errors import ConfigError
-from falconet.models.fused_batchnorm import ACTIVATIONS, FusedExcitation, FusedNorm, FusedPool, PaddedStem
-from falconet.models.fusion import fuse_norms, stem_of
+from falconet.models.fused_layers import ACTIVATIONS, FusedExcitation, FusedNorm, FusedPool, PaddedStem
+from falconet.models.fusion import copied, fuse_norms, layer_of, stem_of
 from falconet.numerics.segments import trace
 
 # Known by name: timm takes two seconds to import, and the CIFAR networks do not need it.
@@ -198,7 +198,7 @@ def _with_weights(layer: nn.Module, weight: Tensor, bias: Tensor | None, dtype: 
     made.__dict__.pop("forward", None)  # of a regime that rounds the weights at every call
     made._parameters, made.training = {}, False
     for name, value in (("weight", weight), ("bias", bias)):
-        kept = None if value is None else value.detach().to(dtype)
+        kept = None if value is None else value.detach().to(dtype, copy=True)  # a change shows in all layers or in none
         if kept is not None and kept.dim() == 4:
             kept = kept.contiguous(memory_format=torch.channels_last)
         made.register_parameter(name, None if kept is None else nn.Parameter(kept, requires_grad=False))
@@ -210,12 +210,10 @@ def _without_training(traced: fx.GraphModule) -> fx.GraphModule:
 
     Layers that do nothing in evaluation go; norms that span replicas become the plain ones that they were made from.
     """
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(traced.graph, values))
+    graph = copied(traced.graph)
     made = fx.GraphModule(traced, graph)
     for node in [*graph.nodes]:
-        layer = _layer(made, node)
+        layer = layer_of(made, node)
         if layer is not None and type(layer).__name__ in _NOTHING:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
@@ -227,13 +225,9 @@ def _without_training(traced: fx.GraphModule) -> fx.GraphModule:
     return made
 
 
-def _layer(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    return traced.get_submodule(str(node.target)) if node.op == "call_module" else None
-
-
 def _fold_at(traced: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> int:
     """Fold the norms of a node into the convolutions before it; returns how many."""
-    layer = _layer(traced, node)
+    layer = layer_of(traced, node)
     made: nn.Module | None = None
     if isinstance(layer, FusedExcitation):
         act = layer.act if type(layer.act) is not nn.Identity else _own(layer.norm)
@@ -280,7 +274,7 @@ def _folded(
     """The convolution that a node is with a norm folded into it; None: it is none, or is used elsewhere too."""
     if not isinstance(node, fx.Node) or len(node.users) > 1:
         return None
-    conv = _layer(traced, node) if _calls(traced, node.target) == 1 else None
+    conv = layer_of(traced, node) if _calls(traced, node.target) == 1 else None
     if not isinstance(conv, nn.Conv2d) or type(conv).__name__ not in _CONVOLUTIONS or conv._forward_pre_hooks:
         return None
     if norm.running_mean is None or norm.running_var is None or conv._forward_hooks or norm._forward_hooks:

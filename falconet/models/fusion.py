@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from falconet.models import depthwise, grouped
-from falconet.models.fused_batchnorm import (
+from falconet.models.fused_layers import (
     ACTIVATIONS,
     FusedExcitation,
     FusedNorm,
@@ -47,7 +47,7 @@ def fuse(model: nn.Module) -> Fusion:
     found = fuse_norms(model)
     traced = found.model
     for node in [*traced.graph.nodes]:
-        if isinstance(_layer(traced, node), FusedNorm | FusedPool):
+        if isinstance(layer_of(traced, node), FusedNorm | FusedPool):
             _fork(traced, node)
             _replace_mean(traced, node)
     _replace_convolutions(traced)
@@ -60,7 +60,7 @@ def fuse(model: nn.Module) -> Fusion:
 def fuse_norms(model: nn.Module) -> Fusion:
     """The model with every norm as one layer with what follows it, and nothing else changed."""
     original = trace(model)
-    traced = fx.GraphModule(original, _copied(original.graph))
+    traced = fx.GraphModule(original, copied(original.graph))
     _drop_identities(traced)
     fused = 0
     for node in [*traced.graph.nodes]:
@@ -72,25 +72,25 @@ def fuse_norms(model: nn.Module) -> Fusion:
     return Fusion(traced, fused, norms)
 
 
-def _copied(graph: fx.Graph) -> fx.Graph:
+def copied(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     copy.output(copy.graph_copy(graph, values))
     return copy
 
 
-def _layer(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+def layer_of(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     return traced.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def _norm(traced: fx.GraphModule, node: fx.Node) -> nn.BatchNorm2d | None:
-    layer = _layer(traced, node)
+    layer = layer_of(traced, node)
     return layer if isinstance(layer, nn.BatchNorm2d) and can_fuse(layer) else None
 
 
 def _drop_identities(traced: fx.GraphModule) -> None:
     for node in [*traced.graph.nodes]:
-        if type(_layer(traced, node)) is nn.Identity:
+        if type(layer_of(traced, node)) is nn.Identity:
             node.replace_all_uses_with(node.args[0])
             traced.graph.erase_node(node)
 
@@ -103,7 +103,7 @@ def _activation(traced: fx.GraphModule, node: fx.Node | None) -> nn.Module | Non
     """The activation that a node is."""
     if node is None:
         return None
-    layer = _layer(traced, node)
+    layer = layer_of(traced, node)
     if layer is None and node.op == "call_function" and node.target in _FUNCTIONS:
         return _FUNCTIONS[node.target]()
     return layer if type(layer) in ACTIVATIONS else None
@@ -158,7 +158,7 @@ def _activated(traced: fx.GraphModule, node: fx.Node, norm: nn.BatchNorm2d) -> _
     act = _activation(traced, _only_user(node)) if own_activation(norm) == "none" else None
     last = node if act is None else next(iter(node.users))
     excited, pooling = _excitation(traced, last), _only_user(last)
-    pool = _layer(traced, pooling) if pooling is not None else None
+    pool = layer_of(traced, pooling) if pooling is not None else None
     if excited is not None:
         chain, product = excited
         return _Pattern(FusedExcitation(norm, act=act, excite=nn.Sequential(*chain)), (_input(node),), product)
@@ -188,7 +188,7 @@ def _excitation(traced: fx.GraphModule, node: fx.Node) -> tuple[list[nn.Module],
         return None
     chain, at = [], _only_user(means[0])
     while at is not None and at is not products[0]:
-        layer = _layer(traced, at)
+        layer = layer_of(traced, at)
         if layer is None:
             return None
         chain.append(layer)
@@ -211,7 +211,7 @@ def _replace_mean(traced: fx.GraphModule, node: fx.Node) -> None:
     mean = _only_user(node)
     if mean is None:
         return
-    pool = _layer(traced, mean)
+    pool = layer_of(traced, mean)
     is_pool = isinstance(pool, nn.AdaptiveAvgPool2d) and pool.output_size in (1, (1, 1))
     if not is_pool and not _is_mean_of_pixels(mean):
         return
@@ -226,7 +226,7 @@ def _replace_mean(traced: fx.GraphModule, node: fx.Node) -> None:
 def _replace_convolutions(traced: fx.GraphModule) -> None:
     """Let our own kernels compute the convolutions that they are faster at."""
     for node in traced.graph.nodes:
-        layer = _layer(traced, node)
+        layer = layer_of(traced, node)
         if not isinstance(layer, nn.Conv2d):
             continue
         if depthwise.can_compute(layer):
@@ -244,7 +244,7 @@ def _pad_stem(traced: fx.GraphModule) -> int:
     stem = stem_of(traced)
     if stem is None:
         return 3
-    conv = _layer(traced, stem)
+    conv = layer_of(traced, stem)
     assert isinstance(conv, nn.Conv2d)
     padded = PaddedStem(conv)
     traced.add_submodule(f"padded_{stem.name}", padded)
@@ -256,7 +256,7 @@ def stem_of(traced: fx.GraphModule) -> fx.Node | None:
     """The first convolution, if it alone reads the images and could take further channels."""
     images = next(node for node in traced.graph.nodes if node.op == "placeholder")
     stem = _only_user(images)
-    conv = _layer(traced, stem) if stem is not None else None
+    conv = layer_of(traced, stem) if stem is not None else None
     return stem if type(conv) is nn.Conv2d and conv.in_channels == 3 and conv.groups == 1 else None
 
 
@@ -276,4 +276,4 @@ def _fork(traced: fx.GraphModule, node: fx.Node) -> None:
 
 def _takes_whole(traced: fx.GraphModule, user: fx.Node) -> bool:
     """Whether a layer gives back a gradient that is a tensor of its own, and changes nothing in place."""
-    return isinstance(_layer(traced, user), nn.Conv2d | FusedNorm) or user.target in (operator.add, torch.add)
+    return isinstance(layer_of(traced, user), nn.Conv2d | FusedNorm) or user.target in (operator.add, torch.add)

@@ -22,6 +22,7 @@ from falconet.models.batchnorm_kernels import (
     merged,
     merging,
     normed,
+    numbers_of,
     row_of,
     sloped,
     tile_of,
@@ -47,11 +48,7 @@ def _pool(y, statistics, z, winners, before, count, height, width, units, UNIT: 
     channels = units * UNIT
     columns, channel, there = columns_of(channels, 1, COLUMNS)
     pixel, image, line, column, exists = _place(tl.program_id(0), count, (height + 1) // 2, (width + 1) // 2, ROWS)
-    factor, bias, mean = (
-        row_of(statistics, 0, channel, channels, there),
-        row_of(statistics, 1, channel, channels, there),
-        row_of(statistics, 2, channel, channels, there),
-    )
+    factor, bias, mean = numbers_of(statistics, channel, channels, there)
     best = tl.zeros((ROWS, COLUMNS), tl.float32)
     raw = tl.zeros((ROWS, COLUMNS), tl.float32)
     winner = tl.full((ROWS, COLUMNS), 9, tl.int32)  # none of the nine is above 0

@@ -123,6 +123,8 @@ def keep_compiled(folder: Path | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}; expected a folder that you may write to") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder}: may not be written to; expected a folder that you may write to")
     os.environ |= {"TRITON_CACHE_DIR": str(folder.resolve()), "TORCHINDUCTOR_CACHE_DIR": str(folder.resolve())}
 
 

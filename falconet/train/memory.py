@@ -23,7 +23,7 @@ from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.errors import SHORTAGES, DeviceError, ShortageError, memory_shortage
 from falconet.models import views
-from falconet.models.fused_batchnorm import FusedExcitation, FusedNorm, FusedPool
+from falconet.models.fused_layers import FusedExcitation, FusedNorm, FusedPool
 from falconet.parallel import host
 from falconet.parallel.division import Division
 from falconet.parallel.environment import find_place

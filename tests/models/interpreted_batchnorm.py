@@ -1,4 +1,4 @@
-"""Run by test_fused_batchnorm in a process of its own: Triton must be imported with its interpreter from the start."""
+"""Run by test_fused_layers in a process of its own: Triton must be imported with its interpreter from the start."""
 
 import itertools
 import json

@@ -1,7 +1,8 @@
-"""Batch norm as one operation with what follows it: a residual sum, an activation, squeeze and excite.
+"""Layers of a network that take fewer passes over memory: batch norm with what follows it, the stem, the last mean.
 
-On CUDA, in training and in channels-last memory, each is two passes over memory forward and two backward (three with
-excitation); elsewhere the layers run as they are. `models/fusion.py` finds them in a model.
+What follows a norm is a residual sum, an activation, squeeze and excite, or the stem's pool. On CUDA, in training and
+in channels-last memory, a norm is two passes forward and two backward (three with excitation); elsewhere the layers run
+as they are. `models/fusion.py` finds them in a model.
 """
 
 from typing import Any
@@ -36,9 +37,9 @@ def fits(y: Tensor, *norms: nn.BatchNorm2d) -> bool:
     """Whether the kernels can take this input.
 
     Norms may change after they were fused: frozen for a while, they keep their statistics; over a span, other replicas
-    have a part in them. Such norms run as they are.
+    have a part in them. Such norms run as they are, and so do those of one value, which torch refuses.
     """
-    dense = y.is_cuda and y.is_contiguous(memory_format=torch.channels_last)
+    dense = y.is_cuda and y.is_contiguous(memory_format=torch.channels_last) and y.numel() > y.shape[1]
     return dense and all(norm.training and can_fuse(norm) for norm in norms)
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from falconet.models import fusion, zoo
 from falconet.models.freezing import Frozen
-from falconet.models.fused_batchnorm import FusedExcitation, FusedNorm, fits
+from falconet.models.fused_layers import FusedExcitation, FusedNorm, fits
 from falconet.parallel.batchnorm import SpanBatchNorm2d
 
 SHAPES = ["few channels", "a short last tile", "several programs", "channels beyond a tile"]
