@@ -137,6 +137,19 @@ def _sum_moments(x, partial, count, units, joined, tiles, UNIT: tl.constexpr,
     tl.store(out + tl.num_programs(0) * wide, tl.sum(second, 0), mask=there)
 
 
+@triton.jit
+def _merged(partial, line, sums, columns, inside, channels, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """The programs' first sums and those of a later line, added up."""
+    first, second = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
+    for start in tl.range(0, sums, CHUNK, loop_unroll_factor=2):
+        lines = start + tl.arange(0, CHUNK)
+        there = (lines < sums)[:, None] & inside[None, :]
+        offsets = lines[:, None] * channels + columns[None, :]
+        first += tl.load(partial + offsets, mask=there, other=0.0)
+        second += tl.load(partial + line * sums * channels + offsets, mask=there, other=0.0)
+    return tl.sum(first, 0), tl.sum(second, 0)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _merge_moments(partial, x, weight, bias, running_mean, running_variance, batches, statistics,
                    count, sums, channels, eps, momentum,
@@ -144,15 +157,9 @@ def _merge_moments(partial, x, weight, bias, running_mean, running_variance, bat
     """The norm's numbers from the programs' sums, and the running statistics. `count`: values of a channel."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
-    first, second = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
-    for start in tl.range(0, sums, CHUNK, loop_unroll_factor=2):
-        lines = start + tl.arange(0, CHUNK)
-        there = (lines < sums)[:, None] & inside[None, :]
-        offsets = lines[:, None] * channels + columns[None, :]
-        first += tl.load(partial + offsets, mask=there, other=0.0)
-        second += tl.load(partial + sums * channels + offsets, mask=there, other=0.0)
-    offset = tl.sum(first, 0) / count
-    variance = tl.maximum(tl.sum(second, 0) / count - offset * offset, 0.0)
+    first, second = _merged(partial, 1, sums, columns, inside, channels, CHUNK, COLUMNS)
+    offset = first / count
+    variance = tl.maximum(second / count - offset * offset, 0.0)
     mean = offset + tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
     variance = tl.where(mean == mean, variance, mean)  # a maximum drops NaN
     inverse = 1.0 / tl.sqrt(variance + eps)
@@ -267,23 +274,16 @@ def _merge_gradients(partial, line, statistics, slopes, dweight, dbias, count, s
     """Gradients of weight and bias, and a, b, mean, c of dy = a g + b (y - mean) + c; `line`: of the second sums."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
-    first, second = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
-    for start in tl.range(0, sums, CHUNK, loop_unroll_factor=2):
-        lines = start + tl.arange(0, CHUNK)
-        there = (lines < sums)[:, None] & inside[None, :]
-        offsets = lines[:, None] * channels + columns[None, :]
-        first += tl.load(partial + offsets, mask=there, other=0.0)
-        second += tl.load(partial + line * sums * channels + offsets, mask=there, other=0.0)
-    one, two = tl.sum(first, 0), tl.sum(second, 0)
+    first, second = _merged(partial, line, sums, columns, inside, channels, CHUNK, COLUMNS)
     factor = tl.load(statistics + columns, mask=inside, other=0.0)
     mean = tl.load(statistics + 2 * channels + columns, mask=inside, other=0.0)
     inverse = tl.load(statistics + 3 * channels + columns, mask=inside, other=0.0)
     tl.store(slopes + columns, factor, mask=inside)
-    tl.store(slopes + channels + columns, -factor * inverse * inverse * (two / count), mask=inside)
+    tl.store(slopes + channels + columns, -factor * inverse * inverse * (second / count), mask=inside)
     tl.store(slopes + 2 * channels + columns, mean, mask=inside)
-    tl.store(slopes + 3 * channels + columns, -factor * (one / count), mask=inside)
-    tl.store(dweight + columns, two * inverse, mask=inside)
-    tl.store(dbias + columns, one, mask=inside)
+    tl.store(slopes + 3 * channels + columns, -factor * (first / count), mask=inside)
+    tl.store(dweight + columns, second * inverse, mask=inside)
+    tl.store(dbias + columns, first, mask=inside)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from falconet.models.own_convolution import OwnConv
 from falconet.models.padding import SameConv2d, same_padding
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 
 _KERNELS = (3, 5)
 _STRIDES = (1, 2)
-_FORMATS = (torch.float16, torch.bfloat16)  # those in which cuDNN was measured to be slower
 _CHANNELS = 8  # a multiple of them: threads read 4 to 16 bytes at once
 
 
@@ -40,29 +40,14 @@ def _pads_same(conv: nn.Conv2d) -> bool:
     return type(conv) is SameConv2d or type(conv).__name__ == "Conv2dSame"  # timm's
 
 
-class DepthwiseConv(nn.Module):
-    """A depthwise convolution that shares another's weight; the other runs where the kernels do not fit."""
+class DepthwiseConv(OwnConv):
+    """A depthwise convolution, which `can_compute` accepts."""
 
-    def __init__(self, conv: nn.Conv2d) -> None:
-        """`conv`: one that `can_compute` accepts."""
-        super().__init__()
-        self.conv = conv
+    formats = (torch.float16, torch.bfloat16)  # those in which cuDNN was measured to be slower
 
-    def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
-        casts = x.is_cuda and torch.is_autocast_enabled("cuda")
-        if casts:
-            x = x.to(torch.get_autocast_dtype("cuda"))
-        if not _fits(x) or not (casts or x.dtype == self.conv.weight.dtype):
-            plain: Tensor = self.conv(x)
-            return plain
-        convolved: Tensor = _Depthwise.apply(x, self.conv.weight, _geometry(self.conv, x))
-        return convolved
-
-
-def _fits(x: Tensor) -> bool:
-    """Whether the kernels can take this input; they count an image's elements in 32 bits."""
-    dense = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return x.is_cuda and dense and x.dtype in _FORMATS and 0 < x.numel() < 2**31 * x.shape[0]
+    def convolved(self, x: Tensor) -> Tensor:
+        found: Tensor = _Depthwise.apply(x, self.conv.weight, _geometry(self.conv, x))
+        return found
 
 
 def _geometry(conv: nn.Conv2d, x: Tensor) -> "Geometry":

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from falconet.models.own_convolution import OwnConv
+
 if TYPE_CHECKING:
     from falconet.models.grouped_kernels import Geometry
 
@@ -28,7 +30,6 @@ _FASTER = {
     (16, 2): _Ours(forward=False, weight=False),  # 97, 96, 127 against 71, 254, 99
     (32, 2): _Ours(forward=False, weight=False),  # 65, 63, 133 against 44, 150, 58
 }
-_FORMATS = (torch.float16, torch.bfloat16)
 _CHANNELS = 16  # a multiple of them: the width of a tensor core's product
 
 
@@ -50,29 +51,14 @@ def can_compute(conv: nn.Conv2d) -> bool:
     )
 
 
-class GroupedConv(nn.Module):
-    """A grouped convolution that shares another's weight; the other runs where the kernels do not fit."""
+class GroupedConv(OwnConv):
+    """A grouped convolution, which `can_compute` accepts."""
 
-    def __init__(self, conv: nn.Conv2d) -> None:
-        """`conv`: one that `can_compute` accepts."""
-        super().__init__()
-        self.conv = conv
+    formats = (torch.float16, torch.bfloat16)
 
-    def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
-        casts = x.is_cuda and torch.is_autocast_enabled("cuda")
-        if casts:
-            x = x.to(torch.get_autocast_dtype("cuda"))
-        if not _fits(x) or not (casts or x.dtype == self.conv.weight.dtype):
-            plain: Tensor = self.conv(x)
-            return plain
-        convolved: Tensor = _Grouped.apply(x, self.conv.weight, _geometry(self.conv, x))
-        return convolved
-
-
-def _fits(x: Tensor) -> bool:
-    """Whether the kernels can take this input; they count an image's elements in 32 bits."""
-    dense = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return x.is_cuda and dense and x.dtype in _FORMATS and 0 < x.numel() < 2**31 * x.shape[0]
+    def convolved(self, x: Tensor) -> Tensor:
+        found: Tensor = _Grouped.apply(x, self.conv.weight, _geometry(self.conv, x))
+        return found
 
 
 def _geometry(conv: nn.Conv2d, x: Tensor) -> "Geometry":

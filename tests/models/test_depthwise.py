@@ -1,14 +1,10 @@
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import interpreting
 from falconet.models.depthwise import DepthwiseConv, can_compute
 from falconet.models.padding import SameConv2d
 
@@ -23,12 +19,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def interpreted():
     """The kernels' errors by case, from Triton's interpreter."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed here")
-    script = Path(__file__).with_name("interpreted_depthwise.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return interpreting.errors(Path(__file__).with_name("interpreted_depthwise.py"))
 
 
 @pytest.mark.run

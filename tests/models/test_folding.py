@@ -1,10 +1,5 @@
 """Folded norms: the same predictions in every family of networks, from the weights of the moment."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import interpreting
 from falconet.config.options import Model
 from falconet.models import zoo
 from falconet.models.folding import FoldedConv2d, fold
@@ -230,11 +226,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def interpreted():
     """How far the CUDA path is from the other, by case, with Triton's interpreter."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed here")
-    script, environment = Path(__file__).with_name("interpreted_folding.py"), {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return interpreting.errors(Path(__file__).with_name("interpreted_folding.py"))
 
 
 @pytest.mark.run

@@ -1,10 +1,5 @@
 """Fast and strided group norm against float64 and torch's group norm."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import interpreting
 from falconet.models.groupnorm import (
     FastGroupNorm,
     StridedGroupNorm,
@@ -52,12 +48,7 @@ def check_close(found, expected, tolerance):
 @pytest.fixture(scope="module")
 def interpreted():
     """The kernels' errors by case, from Triton's interpreter."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed here")
-    script = Path(__file__).with_name("interpreted_groupnorm.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return interpreting.errors(Path(__file__).with_name("interpreted_groupnorm.py"))
 
 
 @pytest.mark.run

@@ -1,11 +1,6 @@
 """Proxy norm against Gaussian integrals and the paper's formula: gradients, kernels and whole models."""
 
-import importlib.util
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import interpreting
 from falconet.config.options import Model
 from falconet.errors import ConfigError
 from falconet.models import norms, splits, zoo
@@ -286,12 +282,7 @@ def test_stages_and_recomputation_change_no_bit():
 @pytest.fixture(scope="module")
 def interpreted():
     """The kernels' errors by case, from Triton's interpreter."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed here")
-    script = Path(__file__).with_name("interpreted_proxynorm.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return interpreting.errors(Path(__file__).with_name("interpreted_proxynorm.py"))
 
 
 @pytest.mark.run

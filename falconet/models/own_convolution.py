@@ -1,0 +1,37 @@
+"""What the convolutions by our own kernels have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class OwnConv(nn.Module, ABC):
+    """A convolution that shares another's weight; the other runs where the kernels do not fit."""
+
+    formats: ClassVar[Sequence[torch.dtype]]
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        """`conv`: one that the kernels compute."""
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
+        casts = x.is_cuda and torch.is_autocast_enabled("cuda")
+        if casts:
+            x = x.to(torch.get_autocast_dtype("cuda"))
+        if self._fits(x) and (casts or x.dtype == self.conv.weight.dtype):
+            return self.convolved(x)
+        plain: Tensor = self.conv(x)
+        return plain
+
+    @abstractmethod
+    def convolved(self, x: Tensor) -> Tensor:
+        """By our kernels; the weight may be in fp32 where x is in half precision."""
+
+    def _fits(self, x: Tensor) -> bool:
+        """Whether the kernels can take this input; they count an image's elements in 32 bits."""
+        dense = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        return x.is_cuda and dense and x.dtype in self.formats and 0 < x.numel() < 2**31 * x.shape[0]
