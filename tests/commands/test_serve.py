@@ -76,13 +76,11 @@ def test_requests_that_outlast_the_drain_timeout_are_cut_with_one_line():
         assert process.stderr.read() == ""
 
 
-SLOW = (
-    "--model resnet50 --image-size 64 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64"  # a second and more
-)
+SLOW = "--model resnet50 --image-size 128 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64"  # seconds
 
 
 def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():
-    head, body = infer(np.zeros((64, 3, 64, 64), dtype=np.uint8), model="resnet50")
+    head, body = infer(np.zeros((64, 3, 128, 128), dtype=np.uint8), model="resnet50")
     with served(f"{SLOW} --drain-timeout 0.2 --max-delay 0") as (process, port, _), connected(port) as asking:
         asking.sendall(head + body)
         time.sleep(0.3)
@@ -97,7 +95,7 @@ def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():
 
 @pytest.mark.slow
 def test_a_batch_whose_client_has_left_leaves_no_traceback():
-    head, body = infer(np.zeros((64, 3, 64, 64), dtype=np.uint8), model="resnet50")
+    head, body = infer(np.zeros((64, 3, 128, 128), dtype=np.uint8), model="resnet50")
     with served(f"{SLOW} --max-delay 0") as (process, port, _):
         with connected(port) as asking:
             asking.sendall(head + body)
