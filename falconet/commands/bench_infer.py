@@ -293,7 +293,7 @@ def _predictor(subject: Subject, world: World, note: Say) -> Predict:
         batches = images.unbind() if images.dim() > 4 else (images,)
         return torch.cat([regime.run(found.model, normalise(batch)) for batch in batches])
 
-    return captured(predict, world.device, note=note, wanted=is_whole and subject.options.machine.capture)
+    return captured(predict, world.device, note=note, capture=is_whole and subject.options.machine.capture)
 
 
 def _batches(subject: Subject, world: World) -> list[Batch]:
@@ -347,8 +347,8 @@ def _own_lines(main: Measured, inner: Measured, *, copied: bool, at_once: int) -
         texts.append(f"{name}: {lines.rate(found.throughput, low=spread.low, high=spread.high)}")
         texts.append(f"{name}: latency of {unit} in ms: {lines.percentiles(found.latency())}")
     total = main.steady.first + len(main.samples)
-    times = "batches" if at_once == 1 else f"times {at_once} batches"
-    texts.append(f"{main.steady.first} of {total} {times} dropped as warm-up ({main.steady.verdict})")
+    timed = "batches" if at_once == 1 else f"calls of {at_once} batches"
+    texts.append(f"{main.steady.first} of {total} {timed} dropped as warm-up ({main.steady.verdict})")
     return texts
 
 

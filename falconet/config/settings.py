@@ -257,7 +257,8 @@ def _known(name: str, options: Mapping[str, Option]) -> str | None:
 
 
 def _spellings(options: Mapping[str, Option]) -> list[str]:
-    return [*options, *(alias for alias, option in ALIASES.items() if option in options)]
+    switched_off = [f"{_OFF}{name}" for name, option in options.items() if option.is_flag]
+    return [*options, *switched_off, *(alias for alias, option in ALIASES.items() if option in options)]
 
 
 def _with_value(setting: Setting, options: Mapping[str, Option]) -> Setting:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.foreign import fitting_model, load_weights, read_file, read_weights
@@ -23,16 +23,62 @@ from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessi
 from falconet.data.storage import FileSource
 from falconet.errors import CheckpointError, ConfigError, named_option
 from falconet.infer.prediction import Activation
-from falconet.infer.scorer import Scorer
 from falconet.models import views, zoo
 from falconet.models.folding import Folding, fold
 from falconet.models.zoo import build_model
-from falconet.numerics.cuda_graphs import Compute
+from falconet.numerics.cuda_graphs import Compute, captured
 from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel import world
 from falconet.report.console import Say, counted
 
 BATCH = 64  # images, of a run whose micro-batch was found by trying
+
+
+class Scorer:
+    """A function of images that is built from a model's weights, and built again once they have changed."""
+
+    def __init__(
+        self, model: nn.Module, build: Callable[[], Compute], device: torch.device, *, note: Say, capture: bool
+    ) -> None:
+        """`capture`: replay batches as graphs on CUDA; `note` gets a line if that fails."""
+        self._model, self._build, self._device = model, build, device
+        self._note, self._captures = note, capture
+        self._built: _Built | None = None
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> Tensor:  # N x 3 x S x S, anywhere -> N x classes, fp32, on the device
+        """Replayed on CUDA from the second batch of a size on."""
+        return self._newest().replayed(images.to(self._device, non_blocking=True))
+
+    @torch.inference_mode()
+    def uncaptured(self, images: Tensor) -> Tensor:
+        """The same, computed layer by layer, so that hooks are called."""
+        return self._newest().compute(images.to(self._device, non_blocking=True))
+
+    def _newest(self) -> "_Built":
+        """Threads may build it twice, but never see a part of it."""
+        versions, built = (
+            [_version(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())],
+            self._built,
+        )
+        if built is None or versions != built.versions:
+            compute = self._build()
+            replayed = captured(compute, self._device, note=self._note, capture=self._captures)
+            built = self._built = _Built(versions, compute, replayed)
+        return built
+
+
+class _Built(NamedTuple):
+    """The function of one moment's weights."""
+
+    versions: list[tuple[int, int]]
+    compute: Compute
+    replayed: Compute
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Where it lies and how often it was written to, as autograd counts it."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, kw_only=True)

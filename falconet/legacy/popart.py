@@ -22,6 +22,7 @@ from falconet.legacy.table import (
     same,
     short,
 )
+from falconet.legacy.tensorflow_machine import in_a_row
 
 IMAGES = {"IMAGENET": 1_281_167, "CIFAR-10": 50_000, "CIFAR-100": 50_000}
 COLLECTIVES = "--bucket-size groups reductions"
@@ -154,12 +155,6 @@ def logs(old: Values) -> Iterable[Effect]:
     steps = old.whole("--steps-per-log") * old.whole("--batches-per-step")
     yield To("logs-per-epoch", (str(max(1, updates // steps)),))
     yield from in_a_row(old)
-
-
-def in_a_row(old: Values) -> Iterable[Effect]:
-    """Only where it was asked for: by default Ctrl-C would wait for hundreds of updates."""
-    if old.given("--batches-per-step"):
-        yield To("device-iterations", (old.text("--batches-per-step"),))
 
 
 def run_folder(old: Values) -> Iterable[Effect]:

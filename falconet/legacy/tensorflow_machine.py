@@ -144,7 +144,7 @@ def distributed(old: Values) -> Iterable[Effect]:
 
 
 def in_a_row(old: Values) -> Iterable[Effect]:
-    """Only where it was asked for: by default Ctrl-C would wait for up to 1000 updates."""
+    """Only where it was asked for: by default Ctrl-C would wait for hundreds of updates."""
     if old.given("--batches-per-step"):
         yield To("device-iterations", (old.text("--batches-per-step"),))
 

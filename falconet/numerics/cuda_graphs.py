@@ -141,9 +141,9 @@ class Captured:
         return Recording(compute, inputs, pool=self._pool)
 
 
-def captured(compute: Compute, device: torch.device, *, note: Say, wanted: bool = True) -> Compute:
+def captured(compute: Compute, device: torch.device, *, note: Say, capture: bool = True) -> Compute:
     """The function with its batches captured, or itself where there is nothing to capture."""
-    return Captured(compute, device, note=note) if wanted and device.type == "cuda" else compute
+    return Captured(compute, device, note=note) if capture and device.type == "cuda" else compute
 
 
 def why_not(error: RuntimeError) -> str:

@@ -161,7 +161,7 @@ def evaluate(
     model.eval()
     tally = tally or Tally(world)
     left, failed = False, None
-    score = captured(lambda images: regime.run(model, normalise(images)), world.device, note=note, wanted=capture)
+    score = captured(lambda images: regime.run(model, normalise(images)), world.device, note=note, capture=capture)
     try:
         for batch in batches:
             left = stopping()

@@ -64,7 +64,7 @@ def test_several_batches_per_call_of_the_host(falconet):
     answer = falconet(f"{SMALL} --device-iterations 5 --output o.json")
     assert answer.code == 0, answer.err
     assert re.search(r"^on the device: latency of 5 batches in ms: p50 ", answer.out, re.M)
-    assert "times 5 batches dropped as warm-up" in answer.out
+    assert "calls of 5 batches dropped as warm-up" in answer.out
     content = json.loads(Path("o.json").read_text())
     assert (len(content["latency_seconds"]), content["images_per_batch"]) == (3, 20)  # 12 batches, rounded up
 

@@ -8,6 +8,7 @@ from falconet.config.fields import options_of
 
 LINES = {
     "train --learning-rate 0.1": "unknown option --learning-rate; did you mean '--lr'?",
+    "train --no-captur": "unknown option --no-captur; did you mean '--no-capture'?",
     "train --workers 4": "unknown option --workers; did you mean '--dataloader-workers'?",
     "train --batch-size 8": "unknown option --batch-size; did you mean '--micro-batch-size'?",
     "train --epochs 3": "unknown option --epochs; did you mean '--epoch'?",

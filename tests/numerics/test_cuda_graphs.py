@@ -139,4 +139,4 @@ def test_a_cpu_has_nothing_to_capture():
         return images
 
     assert captured(compute, CPU, note=print) is compute
-    assert captured(compute, torch.device("cuda", 0), note=print, wanted=False) is compute
+    assert captured(compute, torch.device("cuda", 0), note=print, capture=False) is compute
