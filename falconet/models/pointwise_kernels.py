@@ -168,11 +168,11 @@ def _power(number: int, least: int) -> int:
 
 
 def _forward_tiling(inputs: int, outputs: int) -> tuple[int, Tiling]:
-    """Columns of a program, and the rest; the fastest of some ten on an H200."""
+    """Columns of a program, and the rest: the fastest of about ten on an H200."""
     if outputs <= 64:
         return 64, Tiling(64, 3, 4, 528 if inputs <= 128 else 132)
     if outputs <= 128 or outputs > 256:
-        return 128, Tiling(64, 4, 8, 264 if inputs <= 128 else 132)
+        return 128, Tiling(64, 4, 8, 264) if inputs <= 128 else Tiling(64, 3, 8, 132)
     return 256, Tiling(32, 3, 4, 396 if inputs <= 128 else 132)
 
 
@@ -194,32 +194,36 @@ def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 class _Widths(NamedTuple):
     """Of the backward pass: input channels, the first and the other result channels, as powers of two."""
 
-    inner: int  # at least 64: the least rows of a warp group's product
+    inner: int  # at least 64, the rows of the smallest product of four warps
     outer: int
     rest: int
 
     @classmethod
     def of(cls, inputs: int, outputs: int) -> "_Widths":
-        whole = _power(outputs, 16)
-        rest = _power(outputs - whole // 2, 16)
-        fits = whole // 2 + rest < whole and whole > 32
-        return cls(_power(inputs, 64), *((whole // 2, rest) if fits else (whole, 0)))
+        inner, whole = _power(inputs, 64), _power(outputs, 16)
+        if 128 < outputs <= 192:
+            return cls(inner, 128, 16 if outputs <= 144 else 64)
+        return cls(inner, whole, 0)
+
+    @property
+    def weights(self) -> int:
+        return self.inner * (self.outer + self.rest)
 
 
 def can_go_back(inputs: int, outputs: int) -> bool:
     """Whether the weight's gradient fits the registers of one program."""
-    widths = _Widths.of(inputs, outputs)
-    return widths.inner * (widths.outer + widths.rest) <= 64 * 256
+    return _Widths.of(inputs, outputs).weights <= 128 * 256
 
 
-def _backward_tiling(widths: _Widths) -> Tiling:
-    """The fastest of some ten on an H200."""
-    both = widths.outer + widths.rest
-    if widths.inner == 64 and both > 128:
-        return Tiling(32, 4 if widths.rest == 0 else 3, 8, 132)
-    if widths.inner == 64:
-        return Tiling(32 if both > 64 else 64, 3, 4, 396)
-    return Tiling(64, 3, 4, 264) if widths.inner == 128 and both <= 64 else Tiling(64, 3, 8, 132)
+def _backward_tiling(widths: _Widths, *, reads: int) -> Tiling:
+    """The fastest of about ten on an H200. `reads`: tensors of the result's size."""
+    if widths.weights > 64 * 256:
+        return Tiling(32, 3 if reads == 2 else 2, 8, 132)
+    if widths.inner > 64:
+        return Tiling(64, 3, 4, 264) if widths.inner == 128 and widths.outer <= 64 else Tiling(64, 3, 8, 132)
+    if widths.outer + widths.rest > 128:
+        return Tiling(64 if widths.outer == 256 and reads == 2 else 32, 3, 8, 132)
+    return Tiling(32 if widths.outer > 64 else 64, 3, 4, 396)
 
 
 def backward(
@@ -228,7 +232,7 @@ def backward(
     """Gradients of x and of the weight."""
     outputs, inputs = weight.shape[:2]
     widths = _Widths.of(inputs, outputs)
-    programs, constants = _backward_tiling(widths).of(x)
+    programs, constants = _backward_tiling(widths, reads=2 if reached.dz2 is None else 3).of(x)
     dx, dw = torch.empty_like(x), torch.empty_like(weight)
     partial = torch.empty((programs, outputs, inputs), device=x.device)
     dz, dz2, _, act = reached

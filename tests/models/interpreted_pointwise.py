@@ -59,7 +59,7 @@ if __name__ == "__main__":
     fused_layers.fits = lambda x, *norms: x.dtype == torch.float32
     pointwise.fits = lambda conv, x: x.dtype == torch.float32
     pointwise_kernels._forward_tiling = lambda inputs, outputs: (64, Tiling(16, 2, 4, 3))
-    pointwise_kernels._backward_tiling = lambda widths: Tiling(16, 2, 4, 3)
+    pointwise_kernels._backward_tiling = lambda widths, reads: Tiling(16, 2, 4, 3)
     relu = nn.ReLU()
     print(
         json.dumps(
@@ -69,12 +69,12 @@ if __name__ == "__main__":
                 "one pixel of an image": errors(16, 24, side=1),
                 "channels in two parts": errors(24, 144, act=nn.SiLU()),
                 "many inputs": errors(96, 24, act=nn.Hardswish()),
-                "too many for one gradient": errors(72, 264, side=2, act=relu),
+                "too many for one gradient": errors(136, 264, side=2, act=relu),
                 "two gradients": errors(16, 40, forks=True),
                 "added": errors(16, 32, act=relu, shortcut=0),
                 "added, two gradients": errors(16, 32, act=relu, shortcut=0, forks=True),
                 "two convolutions": errors(16, 32, act=relu, shortcut=24, forks=True),
-                "one gradient by cuDNN": errors(16, 264, side=2, act=relu, shortcut=72),
+                "one gradient by cuDNN": errors(16, 264, side=2, act=relu, shortcut=136),
                 "huge mean": errors(16, 24, mean=100.0),
             }
         )

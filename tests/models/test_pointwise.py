@@ -94,7 +94,9 @@ GPU_CASES = {"relu": nn.ReLU(), "silu": nn.SiLU(), "none": None}
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("act", GPU_CASES)
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 256), (256, 64), (24, 144), (16, 96), (32, 16), (256, 128)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(64, 256), (256, 64), (24, 144), (32, 192), (16, 96), (32, 16), (256, 128), (128, 512)]
+)
 def test_on_a_gpu_it_computes_what_the_layers_do_and_repeats_it(inputs, outputs, act, dtype):
     noise = torch.Generator("cuda").manual_seed(0)
 
@@ -103,12 +105,13 @@ def test_on_a_gpu_it_computes_what_the_layers_do_and_repeats_it(inputs, outputs,
         return drawn.to(dtype).contiguous(memory_format=torch.channels_last)
 
     x, dz = images(inputs), images(outputs)
+    bound = 4e-3 if dtype == torch.float16 else 3e-2  # some values fall on the other side of an activation's edge
     conv = nn.Conv2d(inputs, outputs, 1, bias=False, device="cuda").to(memory_format=torch.channels_last)
     conv.weight.data = conv.weight.to(dtype).float()
     results = []
     for kind in (torch.float64, dtype, dtype):
         layer = FusedNorm(nn.BatchNorm2d(outputs, device="cuda"), act=GPU_CASES[act])
-        layer.conv, leaf = conv.to(kind), x.to(kind).requires_grad_()
+        layer.conv, leaf = conv.to(kind), x.to(kind, copy=True).requires_grad_()
         layer.norm.to(torch.float64 if kind == torch.float64 else torch.float32)
         conv.weight.grad = None
         z = layer(leaf)
@@ -118,5 +121,5 @@ def test_on_a_gpu_it_computes_what_the_layers_do_and_repeats_it(inputs, outputs,
         conv.double()
     exact, ours, again = results
     for a, b, c in zip(exact, ours, again, strict=True):
-        assert ((a - b).norm() / a.norm()).item() < (2e-3 if dtype == torch.float16 else 1.5e-2)
+        assert ((a - b).norm() / a.norm()).item() < bound
         assert torch.equal(b, c)
