@@ -311,15 +311,12 @@ class _Branch(NamedTuple):
 
     def backward(self, reached: "Reached", slopes: "Slopes") -> tuple[Tensor | None, ...]:
         """Gradients of the input, of the convolution's weight, and of the norm's weight and bias."""
-        from falconet.models import batchnorm_kernels, pointwise_kernels
+        from falconet.models import batchnorm_kernels
 
         given = (reached, self.y, self.found, slopes.found)
         if self.x is None or self.weight is None:
             return (batchnorm_kernels.spread_gradients(*given)[0], None, *slopes.own)
-        if pointwise_kernels.can_go_back(*self.weight.shape[1::-1]):
-            return (*pointwise_kernels.backward(*given, self.x, self.weight), *slopes.own)
-        dy, _ = batchnorm_kernels.spread_gradients(*given)
-        return (*pointwise.plain_backward(dy, self.x, self.weight), *slopes.own)
+        return (*pointwise.backward(*given, self.x, self.weight), *slopes.own)
 
 
 class _Pool(torch.autograd.Function):

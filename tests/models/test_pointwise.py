@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import interpreting
-from falconet.models import fusion, zoo
+from falconet.models import fusion, pointwise, zoo
 from falconet.models.fused_layers import FusedNorm
 from falconet.models.pointwise import can_compute
 
@@ -86,6 +86,26 @@ def test_a_convolution_whose_result_is_used_elsewhere_stays_as_it_is():
 
     assert joined(Model()) == []
     assert joined(nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))) == [(8, 8)]
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
+    from falconet.models import pointwise_kernels
+
+    def wrong(*given):
+        dx, dw = right(*given)
+        return dx, dw.flip(0)
+
+    right = pointwise_kernels.backward
+    monkeypatch.setattr(pointwise_kernels, "backward", wrong)
+    pointwise._tried_backward.cache_clear()
+    layer = FusedNorm(nn.BatchNorm2d(64, device="cuda"))
+    layer.conv = nn.Conv2d(32, 64, 1, bias=False, device="cuda", dtype=torch.float16)
+    x = torch.randn(2, 32, 9, 9, device="cuda", dtype=torch.float16).contiguous(memory_format=torch.channels_last)
+    with pytest.warns(UserWarning, match="the gradients of 32 to 64 channels"):
+        layer(x).float().square().sum().backward()
+    assert layer.conv.weight.grad is not None
+    pointwise._tried_backward.cache_clear()
 
 
 ACTS = {"relu": nn.ReLU(), "silu": nn.SiLU(), "none": None}
