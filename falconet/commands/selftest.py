@@ -26,6 +26,7 @@ from falconet.parallel.pipeline import Kind, Place
 from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
 from falconet.train.build import build_replicas, checkpoint_writer
+from falconet.train.capture import WARM, CapturedStep
 from falconet.train.evaluate import evaluate
 from falconet.train.loss import Loss
 from falconet.train.pipeline_step import Feeding, Forward, PipelinedStep, boundaries, evaluate_stages
@@ -105,6 +106,33 @@ def _same_update(world: World, *, norm: nn.Module, span: int, sharded: bool) -> 
     error = max(_relative(a, b) for a, b in zip(together.parameters(), alone.parameters(), strict=True))
     world.agree("the weights after an update", digest(together))
     return error < TOLERANCE, f"off by {error:.1e}"
+
+
+def _captured(world: World) -> tuple[bool, str]:
+    """Compare updates that are replayed with those that are not; words: whether they could be captured."""
+    if world.device.type != "cuda":
+        return True, "on CUDA only"
+    plain, notes = _local_step(world), list[str]()
+    own = _local_step(world)
+    captured = CapturedStep(own, world, note=notes.append)
+    batches = [_micro_batches(world.size, world.device)[world.rank]]
+    for update in range(WARM + 3):
+        plain(batches, update=update, lr=0.1)
+        captured(batches, update=update, lr=0.1)
+    pairs = zip(own.moving.model.parameters(), plain.moving.model.parameters(), strict=True)
+    error = max(_relative(found, expected) for found, expected in pairs)
+    world.agree("the weights after captured updates", digest(own.moving.model))
+    return error < TOLERANCE, notes[0] if notes else f"off by {error:.1e}"
+
+
+def _local_step(world: World) -> LocalStep:
+    model = _network(nn.BatchNorm2d(8)).to(world.device)
+    moving = Moving(
+        model=model,
+        move=PlainMove(build_optimizer(model, Optimizer()), device=world.device),
+        replicas=build_replicas(model, world, bucket=0.001, sharded=False),
+    )
+    return LocalStep(moving, normalise=_normalise(world.device), loss=Loss(CLASSES), regime=REGIME)
 
 
 def _checkpoint(world: World) -> tuple[bool, str]:
@@ -263,6 +291,7 @@ CHECKS: dict[str, Check] = {
     "gradients averaged over replicas": _replicas,
     "batch norm over all replicas": _batchnorm,
     "optimizer state sharded over replicas": _sharded,
+    "updates captured as CUDA graphs": _captured,
     "checkpoint of sharded state": _checkpoint,
     "pipeline, grouped": _pipeline("grouped"),
     "pipeline, interleaved": _pipeline("interleaved"),
