@@ -16,6 +16,7 @@ from falconet.data.buffers import Batch
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.errors import CheckpointError, DeviceError
 from falconet.models import splits
+from falconet.models.fusion import fuse
 from falconet.numerics.precision import REGIMES
 from falconet.optim.optimizers import build_optimizer, set_lr
 from falconet.parallel.batchnorm import span_batchnorm
@@ -195,10 +196,11 @@ def _save(state: TrainState, folder: Path, content: dict[str, object], world: Wo
 
 def _update(state: TrainState, images: Tensor, exchange: Replicas | None = None) -> None:
     set_lr(state.optimizer, 0.1)
+    forward = fuse(state.model).model  # as it is trained
     for _ in range(2):
         state.optimizer.zero_grad()
         for batch in exchange.announced([images]) if exchange else [images]:
-            state.model(batch).square().mean().backward()
+            forward(batch).square().mean().backward()
         if exchange:
             exchange.average()
         sharded_step(state.optimizer, exchange if isinstance(exchange, ShardedReplicas) else None)()
@@ -206,7 +208,7 @@ def _update(state: TrainState, images: Tensor, exchange: Replicas | None = None)
 
 def _images(world: World, *, everyone: bool) -> Tensor:
     torch.manual_seed(1)
-    images = torch.randn(world.size * IMAGES, 3, SIZE, SIZE).to(world.device)
+    images = torch.randn(world.size * IMAGES, 3, SIZE, SIZE).to(world.device, memory_format=torch.channels_last)
     return images if everyone else images[world.rank * IMAGES : (world.rank + 1) * IMAGES]
 
 

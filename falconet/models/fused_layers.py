@@ -5,11 +5,16 @@ in channels-last memory, a norm is two passes forward and two backward (three wi
 as they are. `models/fusion.py` finds them in a model.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from falconet.models.span_kernels import Spanning
+    from falconet.parallel.batchnorm import Span
+
+NORMS = ("BatchNorm2d", "BatchNormAct2d")  # torch's and timm's; SpanBatchNorm2d and so on, over several replicas
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Identity: "none",
     nn.ReLU: "relu",
@@ -21,7 +26,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 
 def can_fuse(norm: nn.BatchNorm2d) -> bool:
     """Whether the kernels compute what the layer does; a norm of timm's may have an activation."""
-    if getattr(norm, "aa", None) is not None or type(norm).__name__ not in ("BatchNorm2d", "BatchNormAct2d"):
+    if getattr(norm, "aa", None) is not None or type(norm).__name__.removeprefix("Span") not in NORMS:
         return False
     plain = norm.affine and norm.track_running_stats and norm.momentum is not None and not norm._forward_hooks
     return plain and type(getattr(norm, "drop", nn.Identity())) is nn.Identity and own_activation(norm) is not None
@@ -36,8 +41,8 @@ def own_activation(norm: nn.BatchNorm2d) -> str | None:
 def fits(y: Tensor, *norms: nn.BatchNorm2d) -> bool:
     """Whether the kernels can take this input.
 
-    Norms may change after they were fused: frozen for a while, they keep their statistics; over a span, other replicas
-    have a part in them. Such norms run as they are, and so do those of one value, which torch refuses.
+    Norms may change after they were fused: frozen for a while, they keep their statistics. Such norms run as they are,
+    and so do those of one value, which torch refuses.
     """
     dense = y.is_cuda and y.is_contiguous(memory_format=torch.channels_last) and y.numel() > y.shape[1]
     return dense and all(norm.training and can_fuse(norm) for norm in norms)
@@ -142,8 +147,18 @@ def _statistics(y: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     assert norm.num_batches_tracked is not None
     assert norm.momentum is not None
     running = batchnorm_kernels.Running(norm.running_mean, norm.running_var, norm.num_batches_tracked, norm.momentum)
-    found: Tensor = batchnorm_kernels.statistics(y, norm.weight, norm.bias, running, eps=norm.eps)
+    found: Tensor = batchnorm_kernels.statistics(y, norm.weight, norm.bias, running, eps=norm.eps, span=_spanning(norm))
     return found
+
+
+def _spanning(norm: nn.BatchNorm2d) -> "Spanning | None":
+    """How a norm sums over the replicas of its span; None: this replica alone."""
+    span: Span | None = getattr(norm, "span", None)
+    if span is None:
+        return None
+    from falconet.models.span_kernels import Spanning
+
+    return Spanning(span)
 
 
 def _first(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -219,7 +234,7 @@ class _Norm(torch.autograd.Function):
         other_found = None if other is None or shortcut is None else _statistics(shortcut, other)
         z, bits = batchnorm_kernels.normalise(y, found, act=layer.kind, shortcut=shortcut, shortcut_found=other_found)
         ctx.save_for_backward(y, found, None if other is None else shortcut, other_found, bits)
-        ctx.act, ctx.adds = layer.kind, shortcut is not None
+        ctx.act, ctx.adds, ctx.span = layer.kind, shortcut is not None, _spanning(layer.norm)
         return (z, z.view_as(z)) if layer.forks else z
 
     @staticmethod
@@ -229,7 +244,7 @@ class _Norm(torch.autograd.Function):
         dz, dz2 = _first(dz, dz2)
         y, found, *rest = ctx.saved_tensors
         added = batchnorm_kernels.Added(*rest) if ctx.adds else None
-        own, other = batchnorm_kernels.backward(dz, y, found, act=ctx.act, dz2=dz2, added=added)
+        own, other = batchnorm_kernels.backward(dz, y, found, act=ctx.act, dz2=dz2, added=added, span=ctx.span)
         others = other if isinstance(other, tuple) else (other, None, None)
         return (*own, *others, None)
 
@@ -250,6 +265,7 @@ class _Pool(torch.autograd.Function):
         found = _statistics(y, layer.norm)
         z, *won = pool_kernels.forward(y, found)
         ctx.save_for_backward(y, found, *won)
+        ctx.span = _spanning(layer.norm)
         return (z, z.view_as(z)) if layer.forks else z
 
     @staticmethod
@@ -257,7 +273,7 @@ class _Pool(torch.autograd.Function):
         from falconet.models import pool_kernels
 
         dz, dz2 = _first(dz, dz2)
-        return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2), None)
+        return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2, span=ctx.span), None)
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -286,6 +302,7 @@ class _Excitation(torch.autograd.Function):
             gate = layer.excite(mean)
         ctx.save_for_backward(y, norm.found, sums)
         ctx.act, ctx.mean, ctx.gate, ctx.parameters = layer.kind, mean, gate, parameters
+        ctx.span = _spanning(layer.norm)
         z: Tensor = norm.apply(gate.detach().contiguous())
         return z
 
@@ -294,7 +311,7 @@ class _Excitation(torch.autograd.Function):
         from falconet.models.excitation_kernels import Excitation
 
         y, found, sums = ctx.saved_tensors
-        (dz, _), norm = _first(dz, None), Excitation(y, found, ctx.act)
+        (dz, _), norm = _first(dz, None), Excitation(y, found, ctx.act, ctx.span)
         back = norm.gate_sums(dz)
         dgate = back[0, :, :, None, None].to(ctx.gate.dtype)
         dmean, *others = torch.autograd.grad(ctx.gate, (ctx.mean, *ctx.parameters), dgate)

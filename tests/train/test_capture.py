@@ -19,12 +19,14 @@ from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
 from falconet.data.buffers import Batch
+from falconet.parallel.batchnorm import Span, over
 from falconet.parallel.collectives import join
 from falconet.parallel.data_parallel import AveragedReplicas
 from falconet.parallel.division import Division
 from falconet.parallel.environment import Place
 from falconet.parallel.grid import divide
 from falconet.parallel.world import World
+from falconet.train import build
 from falconet.train.build import BuiltPhase, open_site
 from falconet.train.capture import WARM, CapturedStep
 from falconet.train.loss import Loss
@@ -535,6 +537,33 @@ def test_captured_updates_of_a_replica_are_the_others_bit_for_bit(one_rank, sent
         plain.update(micro_batches)
     assert counts[0] > 0
     assert counts == [counts[0]] * (WARM + 1) + [0] * (UPDATES - WARM - 1)  # the graph has them
+    assert_same(captured, plain)
+    assert "not captured" not in capfd.readouterr().out
+
+
+SPANS = {
+    "shortcuts and a pool": "--model resnet18 --gradient-accumulation 2",
+    "gates in half": "--model efficientnet-b0 --precision 16.16 --loss-scaling 128 --ema-half-life 1",
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SPANS)
+def test_captured_updates_with_norms_over_replicas_are_the_others_bit_for_bit(one_rank, sent, case, capfd, monkeypatch):
+    monkeypatch.setattr(
+        build, "span_batchnorm", lambda model, grid, *, span: over(model, Span(grid.world, dist.group.WORLD))
+    )
+    line = f"--iterations 4 --epoch 2 {SPANS[case]}"
+    captured, plain = Trained(line, one_rank), Trained(f"{line} --no-capture", one_rank)
+    updates, gathered = captured.updates(), []
+    for micro_batches in updates:
+        before = sent.names.count("all_gather_into_tensor")
+        captured.update(micro_batches)
+        gathered.append(sent.names.count("all_gather_into_tensor") - before)
+        plain.update(micro_batches)
+    norms = captured.phase.placement.fused_norms[0]
+    each = 2 * norms * len(updates[0])  # forward and backward
+    assert gathered == [each] * (WARM + 1) + [0] * (UPDATES - WARM - 1)
     assert_same(captured, plain)
     assert "not captured" not in capfd.readouterr().out
 
