@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from falconet.models import fused_layers
+from falconet.models import fused_layers, pointwise, pointwise_kernels
 from falconet.models.fused_layers import FusedExcitation, FusedNorm, FusedPool
+from falconet.models.pointwise_kernels import Tiling
 from falconet.parallel.batchnorm import SpanBatchNorm2d
 
 
@@ -63,6 +64,11 @@ def layer_of(kind, span, channels):
         return FusedPool(norm, act=nn.ReLU(), pool=nn.MaxPool2d(3, 2, 1)), [norm]
     if kind == "gated":
         return FusedExcitation(norm, act=nn.SiLU(), excite=nn.Sigmoid()), [norm]
+    if kind == "convolved":
+        layer = FusedNorm(norm, act=nn.ReLU())
+        layer.conv = nn.Conv2d(channels, channels, 1, bias=False)
+        nn.init.eye_(layer.conv.weight.data[:, :, 0, 0]).add_(0.1)
+        return layer, [norm]
     if kind == "two norms":
         return FusedNorm(norm, act=nn.ReLU(), shortcut_norm=other), [norm, other]
     return FusedNorm(norm, act=nn.ReLU() if kind == "added" else nn.SiLU()), [norm]
@@ -83,7 +89,7 @@ def passed(kind, span, y, shortcut, *, first=0):
     images = {"output": z.detach(), "input": y.grad}
     if kind in ("two norms", "added"):
         images["shortcut"] = shortcut.grad
-    own = {f"{name} {number}": p.grad for number, norm in enumerate(norms) for name, p in norm.named_parameters()}
+    own = {name: p.grad for name, p in layer.named_parameters()}
     kept = {f"{name} {number}": b for number, norm in enumerate(norms) for name, b in norm.named_buffers()}
     return images, own, kept
 
@@ -95,6 +101,7 @@ def errors(kind="added", counts=(2, 2), means=(0.0, 0.0), deviation=1.0, shape=(
     for begin, count, mean in zip((0, counts[0]), counts, means, strict=True):
         whole[0][begin : begin + count] += mean
     y, shortcut = (each.contiguous(memory_format=torch.channels_last) for each in whole)
+    fused_layers.fits = pointwise.fits = nothing_fits
     exact = passed(kind, None, y.double(), shortcut.double())
     return {
         name: differences(exact, over_replicas(kind, y, shortcut, counts, fits=fits))
@@ -103,7 +110,7 @@ def errors(kind="added", counts=(2, 2), means=(0.0, 0.0), deviation=1.0, shape=(
 
 
 def over_replicas(kind, y, shortcut, counts, *, fits):
-    fused_layers.fits = fits
+    fused_layers.fits, pointwise.fits = fits, lambda conv, x: fits(x)
     meeting, parts = Meeting(len(counts)), [*zip(y.split(counts), shortcut.split(counts), strict=True)]
 
     def replica(rank):
@@ -127,7 +134,7 @@ def differences(exact, found):
 
 
 def everything_fits(y, *norms):
-    return all(fused_layers.can_fuse(norm) and norm.training and hasattr(norm, "span") for norm in norms)
+    return all(fused_layers.can_fuse(norm) and norm.training for norm in norms)
 
 
 def nothing_fits(*_):
@@ -136,7 +143,10 @@ def nothing_fits(*_):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    pointwise_kernels._forward_tiling = lambda inputs, outputs: (64, Tiling(16, 2, 4, 3))
+    pointwise_kernels._backward_tiling = lambda widths, reads: Tiling(16, 2, 4, 3)
     found = {kind: errors(kind) for kind in ("one norm", "added", "two norms", "gated", "pooled")}
+    found["convolved"] = errors("convolved", shape=(24, 7, 7))
     found["means far apart"] = errors("one norm", means=(-50.0, 50.0))
     found["huge mean"] = errors("one norm", means=(1e3, 1e3))
     found["tiny variance"] = errors("one norm", means=(1.0, 1.0), deviation=1e-3)

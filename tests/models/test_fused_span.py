@@ -14,7 +14,7 @@ from falconet.models.fused_layers import fits
 from falconet.parallel.batchnorm import over
 
 CASES = [
-    *("one norm", "added", "two norms", "gated", "pooled"),
+    *("one norm", "added", "two norms", "gated", "pooled", "convolved"),
     *("means far apart", "huge mean", "tiny variance", "constant", "uneven batches", "several programs"),
 ]
 # The input's own rounding, or that of two means that cancel, is that large a part of what is compared.
