@@ -14,7 +14,7 @@ merges the programs' sums in a fixed order: no atomics, so the same input always
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from falconet.numerics.kernels import FUSED
+
+if TYPE_CHECKING:
+    from falconet.models.span_kernels import Spanning
 
 TILE = 4096  # elements of a pass over all of them: rows by channels
 SUMMED = 2048  # elements of a pass that sums, which keeps its sums in registers
@@ -157,11 +160,25 @@ def _merge_moments(partial, x, weight, bias, running_mean, running_variance, bat
     """The norm's numbers from the programs' sums, and the running statistics. `count`: values of a channel."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
+    mean, variance = merged_moments(partial, x, count, sums, columns, inside, channels, CHUNK, COLUMNS)
+    store_numbers(mean, variance, count, weight, bias, running_mean, running_variance, batches, statistics,
+                  columns, inside, channels, eps, momentum, TRACKS)  # fmt: skip
+
+
+@triton.jit
+def merged_moments(partial, x, count, sums, columns, inside, channels, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Mean and variance, from the programs' sums."""
     first, second = _merged(partial, 1, sums, columns, inside, channels, CHUNK, COLUMNS)
     offset = first / count
     variance = tl.maximum(second / count - offset * offset, 0.0)
     mean = offset + tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
-    variance = tl.where(mean == mean, variance, mean)  # a maximum drops NaN
+    return mean, tl.where(mean == mean, variance, mean)  # a maximum drops NaN
+
+
+@triton.jit
+def store_numbers(mean, variance, count, weight, bias, running_mean, running_variance, batches, statistics,
+                  columns, inside, channels, eps, momentum, TRACKS: tl.constexpr):  # fmt: skip
+    """Factor, bias, mean and 1 / deviation; moves the running statistics."""
     inverse = 1.0 / tl.sqrt(variance + eps)
     factor = tl.load(weight + columns, mask=inside, other=0.0) * inverse
     tl.store(statistics + columns, factor, mask=inside)
@@ -436,16 +453,29 @@ class Running(NamedTuple):
     momentum: float
 
 
-def statistics(x: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float) -> Tensor:
+def statistics(
+    x: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float, span: "Spanning | None" = None
+) -> Tensor:
     """4 x C: weight / deviation, bias, mean, 1 / deviation; moves the running statistics."""
     summed = Table.of(x).summed(MOMENTS)
     partial = summed.partial(2, x.device)
     _sum_moments[summed.grid](x, partial, **summed.constants)
-    return numbers(x, partial, weight, bias, running, eps=eps)
+    return numbers(x, partial, weight, bias, running, eps=eps, span=span)
 
 
-def numbers(x: Tensor, partial: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float) -> Tensor:
+def numbers(
+    x: Tensor,
+    partial: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running: Running | None,
+    *,
+    eps: float,
+    span: "Spanning | None" = None,
+) -> Tensor:
     """What `statistics` finds, from sums of x and of its square around its first row, by program."""
+    if span is not None:
+        return span.numbers(x, partial, weight, bias, running, eps=eps)
     table, found = Table.of(x), torch.empty((4, x.shape[1]), device=x.device)
     mean, variance, batches, momentum = running or (found, found, found, 0.0)
     grid, constants = merging(table, partial.shape[1])
@@ -505,7 +535,14 @@ class Slopes(NamedTuple):
 
 
 def sum_gradients(
-    dz: Tensor, y: Tensor, found: Tensor, *, act: str, dz2: Tensor | None = None, added: Added | None = None
+    dz: Tensor,
+    y: Tensor,
+    found: Tensor,
+    *,
+    act: str,
+    dz2: Tensor | None = None,
+    added: Added | None = None,
+    span: "Spanning | None" = None,
 ) -> tuple[Reached, Slopes, Slopes | None]:
     """What reaches the norm, its slopes and those of the shortcut's norm; dz + dz2 is the result's gradient.
 
@@ -523,8 +560,8 @@ def sum_gradients(
         dz, dz2 if two else dz, y, bits if kept else dz, g, found, other, other_statistics, partial,
         ACT=kind, TWO=two, KEPT=kept, STORES=stores, DOWN=down, **summed.constants,
     )  # fmt: skip
-    own = Slopes(*merged(partial, 1, found, summed.merged))
-    others = Slopes(*merged(partial, 2, other_statistics, summed.merged)) if down else None
+    own = Slopes(*merged(partial, 1, found, summed.merged, span))
+    others = Slopes(*merged(partial, 2, other_statistics, summed.merged, span)) if down else None
     return Reached(g) if stores else Reached(dz, dz2, bits, act), own, others
 
 
@@ -549,11 +586,14 @@ def spread_gradients(
     return dy, dother
 
 
-def merged(partial: Tensor, line: int, found: Tensor, how: Merged) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Gradients of weight and bias, and the slopes."""
-    channels = partial.shape[-1]
-    dweight, dbias = torch.empty((2, channels), device=found.device).unbind()
-    slopes = torch.empty((4, channels), device=found.device)
+def merged(
+    partial: Tensor, line: int, found: Tensor, how: Merged, span: "Spanning | None" = None
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Gradients of weight and bias, which are this replica's, and the slopes."""
+    gradients = torch.empty((2, partial.shape[-1]), device=found.device)
+    slopes = torch.empty((4, partial.shape[-1]), device=found.device)
     grid, constants = how
-    _merge_gradients[grid](partial, line, found, slopes, dweight, dbias, **constants)
-    return (dweight, dbias), slopes
+    _merge_gradients[grid](partial, line, found, slopes, *gradients, **constants)
+    if span is not None:
+        span.mend_slopes(slopes, gradients, found)
+    return tuple(gradients), slopes

@@ -5,6 +5,7 @@ The interpreter, which runs the kernels in other tests, accepts types and shapes
 
 import importlib
 import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,6 +124,20 @@ def test_convolution_with_its_norm_compiles(dtype, inputs, outputs, compiled):
     for reached in (Reached(y, act="silu"), Reached(y, y)):
         module.backward(reached, y, found, found, x, weight)
     assert compiled == kernels
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_batch_norm_over_replicas_compiles(dtype, compiled):
+    module, kernels = kernels_of("falconet.models.span_kernels")
+    batchnorm, _ = kernels_of("falconet.models.batchnorm_kernels")
+    x = torch.zeros(2, 24, 40, 40, dtype=dtype).to(memory_format=torch.channels_last)
+    weight = bias = torch.ones(24)
+    spanning = module.Spanning(SimpleNamespace(gathered=lambda values: values.expand(2, -1)))
+    running = batchnorm.Running(weight, bias, torch.tensor(0), 0.1)
+    found = batchnorm.statistics(x, weight, bias, running, eps=1e-5, span=spanning)
+    batchnorm.sum_gradients(x, x, found, act="relu", span=spanning)
+    assert compiled > kernels  # and the sums of one replica
 
 
 @pytest.mark.run
