@@ -6,8 +6,9 @@
     python bench/peers/train.py --show runs.jsonl more.jsonl           the table of these runs; measures nothing
     python bench/peers/train.py --device cpu --networks mobilenet-v3-large --batch 8 --updates 8 --warmup 1
 
-Falconet is `falconet train --data synthetic`, counted from its first log point on; the peers are in loops.py,
-channels-last, and their warm-up is not counted. First all networks are compiled, each in processes of its own at the
+Falconet is `falconet train --data synthetic`, counted from its first log point on, with weights in half precision too;
+falconet-mixed has fp32 weights, as the peers with `--amp`. Those are in loops.py, channels-last, and their warm-up is
+not counted. First all networks are compiled, each in processes of its own at the
 same time; these wait while another one measures. Then the networks and methods take turns, one run at a time, so that a
 change in the machine's speed affects all of them. Each run is printed, and added to --output, when it is done; the
 table at the end, whose rows go to docs/knowing/results.md, has medians and the range of the runs. No run starts that is
@@ -26,7 +27,7 @@ from pathlib import Path
 import torch
 
 from networks import NETWORKS
-from workers import FORMATS, METHODS, Falconet, Job, Peers, Worker
+from workers import FORMATS, METHODS, OURS, Falconet, Job, Peers, Worker
 
 LIBRARIES = ("torch", "torchvision", "timm")
 FIRST = 30.0  # seconds that the first run of a method is expected to take, with cuDNN's trials
@@ -79,8 +80,8 @@ def measured(
     with tempfile.TemporaryDirectory() as folder:
         workers = {}
         for number, job in enumerate(jobs):
-            peers = [method for method in methods if method != "falconet"]
-            for kind, own in ((Falconet, [m for m in methods if m == "falconet"]), (Peers, peers)):
+            ours, peers = [m for m in methods if m in OURS], [m for m in methods if m not in OURS]
+            for kind, own in ((Falconet, ours), (Peers, peers)):
                 if own:
                     worker = Worker(kind, job, own, Path(folder) / f"{number}-{own[0]}.log")
                     workers |= {(job.title, method): worker for method in own}
@@ -132,7 +133,7 @@ def _cell(rates: Sequence[float]) -> str:
 
 
 def _ratio(rates: dict[str, list[float]]) -> str:
-    peers = [statistics.median(runs) for method, runs in rates.items() if method != "falconet"]
+    peers = [statistics.median(runs) for method, runs in rates.items() if method not in OURS]
     ours = rates.get("falconet")
     return f"{statistics.median(ours) / max(peers):.2f}x" if ours and peers else ""
 
@@ -151,7 +152,7 @@ def _stored(paths: Sequence[Path]) -> Iterator[Run]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=[*NETWORKS, "all"], default=["resnet50"])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if m != OURS[1]])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--format", choices=FORMATS, help="default: float16 on cuda, float32 on a CPU")
     parser.add_argument("--batch", type=int, help="default: the network's")

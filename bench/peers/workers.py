@@ -22,9 +22,11 @@ import torch
 from loops import timm_loop, torchvision_loop
 from networks import CLASSES, NETWORKS, Network
 
-METHODS = ("falconet", "torchvision", "torchvision-compiled", "timm", "timm-compiled")
+OURS = ("falconet", "falconet-mixed")
+METHODS = (*OURS, "torchvision", "torchvision-compiled", "timm", "timm-compiled")
 FORMATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-REGIMES = {"float32": "32.32", "float16": "16.16 --loss-scaling 128", "bfloat16": "bf16.32"}
+REGIMES = {"float32": "32.32", "float16": "16.16 --loss-scaling 128", "bfloat16": "bf16.bf16"}
+MIXED = {"float32": "32.32", "float16": "16.32 --loss-scaling 128", "bfloat16": "bf16.32"}  # with weights in fp32
 PARTS = 4  # log points of Falconet's run; the first is warm-up
 PREPARED = 2  # updates of a peer while the processes prepare together
 ATTEMPTS, PAUSE = 4, 10.0  # to prepare: the others may use the memory meanwhile; seconds between them
@@ -60,22 +62,24 @@ class Falconet:
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    def prepare(self, methods: Sequence[str]) -> None:  # noqa: ARG002, there is one
+    def prepare(self, methods: Sequence[str]) -> None:
         """Compile its kernels."""
-        self._train(updates=2 * PARTS)
+        for method in methods:
+            self._train(method, updates=2 * PARTS)
 
-    def measure(self, method: str) -> float:  # noqa: ARG002, there is one
+    def measure(self, method: str) -> float:
         """Images per second after the first log point."""
-        rates = self._train(updates=self._job.updates)[1:]
+        rates = self._train(method, updates=self._job.updates)[1:]
         return len(rates) / sum(1 / rate for rate in rates)
 
-    def _train(self, *, updates: int) -> list[float]:
+    def _train(self, method: str, *, updates: int) -> list[float]:
         from falconet import cli
 
         job = self._job
+        regime = (REGIMES if method == "falconet" else MIXED)[job.format]
         with tempfile.TemporaryDirectory() as folder:
             line = f"--model {job.name} --image-size {job.image_size} --data synthetic --classes {CLASSES}"
-            line += f" --device {job.device} --precision {REGIMES[job.format]} --micro-batch-size {job.batch}"
+            line += f" --device {job.device} --precision {regime} --micro-batch-size {job.batch}"
             line += f" --iterations {updates} --epoch 1 --warmup-epoch 0 --validation-mode none"
             line += f" --logs-per-epoch {PARTS} --run-dir {folder}/run"
             code = cli.main(["train", *line.split()])
