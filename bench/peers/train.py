@@ -8,11 +8,11 @@
 
 Falconet is `falconet train --data synthetic`, counted from its first log point on, with weights in half precision too;
 falconet-mixed has fp32 weights, as the peers with `--amp`. Those are in loops.py, channels-last, and their warm-up is
-not counted. First all networks are compiled, each in processes of its own at the
-same time; these wait while another one measures. Then the networks and methods take turns, one run at a time, so that a
-change in the machine's speed affects all of them. Each run is printed, and added to --output, when it is done; the
-table at the end, whose rows go to docs/knowing/results.md, has medians and the range of the runs. No run starts that is
-expected to end after --minutes. Three networks take about 7 minutes on an H200, most of them to compile.
+not counted. First all networks are compiled at the same time, each in its own processes, which wait while another one
+measures. Then the networks and methods take turns, one run at a time, so that a change in the machine's speed affects
+all of them. Each run is printed, and added to --output, when it is done; the table at the end, whose rows go to
+docs/knowing/results.md, has medians and the range of the runs. No run starts that is expected to end after --minutes.
+Three networks take about 7 minutes on an H200, most of them to compile.
 """
 
 import argparse
@@ -63,9 +63,8 @@ def prepared(workers: dict[tuple[str, str], Worker], *, clock: Clock, minutes: f
     for worker in every:
         left = max(1.0, 60 * minutes - clock.passed())
         try:
-            print(
-                f"{clock.passed():5.0f} s  prepared in {worker.answer(timeout=left):.0f} s: {worker.title}", flush=True
-            )
+            seconds = worker.answer(timeout=left)
+            print(f"{clock.passed():5.0f} s  prepared in {seconds:.0f} s: {worker.title}", flush=True)
             ready.add(worker)
         except (RuntimeError, TimeoutError) as error:
             print(f"left out: {error}", flush=True)
