@@ -438,12 +438,17 @@ class Running(NamedTuple):
 
 def statistics(x: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float) -> Tensor:
     """4 x C: weight / deviation, bias, mean, 1 / deviation; moves the running statistics."""
-    table = Table.of(x)
-    found, summed = torch.empty((4, table.channels), device=x.device), table.summed(MOMENTS)
+    summed = Table.of(x).summed(MOMENTS)
     partial = summed.partial(2, x.device)
     _sum_moments[summed.grid](x, partial, **summed.constants)
-    grid, constants = summed.merged
+    return numbers(x, partial, weight, bias, running, eps=eps)
+
+
+def numbers(x: Tensor, partial: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float) -> Tensor:
+    """What `statistics` finds, from sums of x and of its square around its first row, by program."""
+    table, found = Table.of(x), torch.empty((4, x.shape[1]), device=x.device)
     mean, variance, batches, momentum = running or (found, found, found, 0.0)
+    grid, constants = merging(table, partial.shape[1])
     _merge_moments[grid](
         partial, x, weight, bias, mean, variance, batches, found,
         eps=eps, momentum=momentum, TRACKS=running is not None, **constants,
@@ -483,10 +488,29 @@ class Added(NamedTuple):
     bits: Tensor | None = None  # signs of the sum
 
 
-def backward(
+class Reached(NamedTuple):
+    """The gradient that reaches a norm: dz + dz2, where the activation lets it through."""
+
+    dz: Tensor
+    dz2: Tensor | None = None
+    bits: Tensor | None = None  # signs of the sum that was rectified; None: found from the norm
+    act: str = "none"
+
+
+class Slopes(NamedTuple):
+    """Of a norm's backward pass: gradients of weight and bias, and a, b, mean, c of dy = a g + b (y - mean) + c."""
+
+    own: tuple[Tensor, Tensor]
+    found: Tensor
+
+
+def sum_gradients(
     dz: Tensor, y: Tensor, found: Tensor, *, act: str, dz2: Tensor | None = None, added: Added | None = None
-) -> tuple[Gradients, Gradients | Tensor | None]:
-    """Of the norm, and of what was added to it: its norm's, or its gradient; dz + dz2 is the result's gradient."""
+) -> tuple[Reached, Slopes, Slopes | None]:
+    """What reaches the norm, its slopes and those of the shortcut's norm; dz + dz2 is the result's gradient.
+
+    What reaches a norm that something was added to is that one's gradient, too.
+    """
     table, kind = Table.of(y), ACTIVATIONS[act]
     shortcut, other_found, bits = added or Added()
     down, two, kept = other_found is not None, dz2 is not None, bits is not None
@@ -499,18 +523,30 @@ def backward(
         dz, dz2 if two else dz, y, bits if kept else dz, g, found, other, other_statistics, partial,
         ACT=kind, TWO=two, KEPT=kept, STORES=stores, DOWN=down, **summed.constants,
     )  # fmt: skip
-    own, slopes = merged(partial, 1, found, summed.merged)
-    others, other_slopes = merged(partial, 2, other_statistics, summed.merged) if down else (own, slopes)
+    own = Slopes(*merged(partial, 1, found, summed.merged))
+    others = Slopes(*merged(partial, 2, other_statistics, summed.merged)) if down else None
+    return Reached(g) if stores else Reached(dz, dz2, bits, act), own, others
+
+
+def spread_gradients(
+    reached: Reached,
+    y: Tensor,
+    found: Tensor,
+    slopes: Tensor,
+    shortcut: Tensor | None = None,
+    shortcut_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of y, and that of a shortcut with a norm."""
+    down = shortcut is not None
+    dz, dz2, bits, act = reached
     dy, dother = torch.empty_like(y), torch.empty_like(y) if down else y
-    two, kept, kind = (False, False, 0) if stores else (two, kept, kind)  # g has them already
-    grid, constants = table.walked
+    grid, constants = Table.of(y).walked
     _spread_gradients[grid](
-        g, dz2 if two else g, y, bits if kept else g, found, slopes, dy, other, other_slopes, dother,
-        ACT=kind, TWO=two, KEPT=kept, DOWN=down, **constants,
+        dz, dz if dz2 is None else dz2, y, dz if bits is None else bits, found, slopes, dy,
+        shortcut if down else y, shortcut_slopes if down else slopes, dother,
+        ACT=ACTIVATIONS[act], TWO=dz2 is not None, KEPT=bits is not None, DOWN=down, **constants,
     )  # fmt: skip
-    if added is None:
-        return Gradients(dy, *own), None
-    return Gradients(dy, *own), Gradients(dother, *others) if down else g
+    return dy, dother
 
 
 def merged(partial: Tensor, line: int, found: Tensor, how: Merged) -> tuple[tuple[Tensor, Tensor], Tensor]:

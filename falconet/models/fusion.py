@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from falconet.models import depthwise, grouped
+from falconet.models import depthwise, grouped, pointwise
 from falconet.models.fused_layers import (
     ACTIVATIONS,
     FusedExcitation,
@@ -39,6 +39,7 @@ class Fusion:
     model: fx.GraphModule  # shares the modules of the model that it was made from, and their weights
     fused: int
     norms: int
+    joined: int = 0  # of the fused ones, those that are computed with the convolution before them
     channels: int = 3  # of the input that it is fastest with; those beyond three are 0
 
 
@@ -50,11 +51,12 @@ def fuse(model: nn.Module) -> Fusion:
         if isinstance(layer_of(traced, node), FusedNorm | FusedPool):
             _fork(traced, node)
             _replace_mean(traced, node)
+    joined = _join_convolutions(traced)
     _replace_convolutions(traced)
     channels = _pad_stem(traced)
     traced.graph.lint()
     traced.recompile()
-    return replace(found, channels=channels)
+    return replace(found, joined=joined, channels=channels)
 
 
 def fuse_norms(model: nn.Module) -> Fusion:
@@ -221,6 +223,25 @@ def _replace_mean(traced: fx.GraphModule, node: fx.Node) -> None:
         made = traced.graph.call_module(name, (node,))
     mean.replace_all_uses_with(made)
     traced.graph.erase_node(mean)
+
+
+def _join_convolutions(traced: fx.GraphModule) -> int:
+    """Leave 1 x 1 convolutions to the norms that alone read their results; returns how many."""
+    joined = 0
+    for node in [*traced.graph.nodes]:
+        layer = layer_of(traced, node)
+        if not isinstance(layer, FusedNorm):
+            continue
+        normed = {"conv": 0} if layer.shortcut_norm is None else {"conv": 0, "shortcut_conv": 1}
+        for name, place in normed.items():
+            source = node.args[place]
+            conv = layer_of(traced, source) if isinstance(source, fx.Node) and _only_user(source) is node else None
+            if isinstance(conv, nn.Conv2d) and pointwise.can_compute(conv):
+                setattr(layer, name, conv)
+                node.update_arg(place, _input(source))
+                traced.graph.erase_node(source)
+                joined += 1
+    return joined
 
 
 def _replace_convolutions(traced: fx.GraphModule) -> None:
