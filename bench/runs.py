@@ -46,6 +46,10 @@ def train(options: str) -> Speed:
         line = f"{options} --epoch 1 --warmup-epoch 0 --validation-mode none --logs-per-epoch {PARTS}"
         falconet(["train", *line.split(), "--run-dir", f"{folder}/run"], Path(folder) / "log")
         lines = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+        notes = [
+            line for line in (Path(folder) / "log").read_text(errors="replace").splitlines() if "not captured" in line
+        ]
+    print("\n".join(notes), end="\n" * len(notes), flush=True)  # such a run is slower
     memory = 0.0
     if torch.cuda.is_available():
         memory = torch.cuda.max_memory_allocated() / 2**30
