@@ -39,7 +39,6 @@ class Fusion:
     model: fx.GraphModule  # shares the modules of the model that it was made from, and their weights
     fused: int
     norms: int
-    joined: int = 0  # of the fused ones, those that are computed with the convolution before them
     channels: int = 3  # of the input that it is fastest with; those beyond three are 0
 
 
@@ -51,12 +50,12 @@ def fuse(model: nn.Module) -> Fusion:
         if isinstance(layer_of(traced, node), FusedNorm | FusedPool):
             _fork(traced, node)
             _replace_mean(traced, node)
-    joined = _join_convolutions(traced)
+    _join_convolutions(traced)
     _replace_convolutions(traced)
     channels = _pad_stem(traced)
     traced.graph.lint()
     traced.recompile()
-    return replace(found, joined=joined, channels=channels)
+    return replace(found, channels=channels)
 
 
 def fuse_norms(model: nn.Module) -> Fusion:
@@ -225,9 +224,8 @@ def _replace_mean(traced: fx.GraphModule, node: fx.Node) -> None:
     traced.graph.erase_node(mean)
 
 
-def _join_convolutions(traced: fx.GraphModule) -> int:
-    """Leave 1 x 1 convolutions to the norms that alone read their results; returns how many."""
-    joined = 0
+def _join_convolutions(traced: fx.GraphModule) -> None:
+    """Leave 1 x 1 convolutions to the norms that alone read their results."""
     for node in [*traced.graph.nodes]:
         layer = layer_of(traced, node)
         if not isinstance(layer, FusedNorm):
@@ -240,8 +238,6 @@ def _join_convolutions(traced: fx.GraphModule) -> int:
                 setattr(layer, name, conv)
                 node.update_arg(place, _input(source))
                 traced.graph.erase_node(source)
-                joined += 1
-    return joined
 
 
 def _replace_convolutions(traced: fx.GraphModule) -> None:

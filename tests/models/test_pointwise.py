@@ -88,20 +88,27 @@ def test_a_convolution_whose_result_is_used_elsewhere_stays_as_it_is():
     assert joined(nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))) == [(8, 8)]
 
 
-GPU_CASES = {"relu": nn.ReLU(), "silu": nn.SiLU(), "none": None}
+ACTS = {"relu": nn.ReLU(), "silu": nn.SiLU(), "none": None}
+GPU_CASES = [
+    *((inputs, outputs, act, False) for inputs, outputs in ((64, 256), (24, 144), (256, 64)) for act in ACTS),
+    *((8, 8, "relu", True), (16, 16, "relu", True), (16, 64, "relu", False), (64, 24, "none", True)),
+    *((24, 72, "silu", False), (72, 24, "none", True), (72, 40, "none", True), (40, 120, "relu", False)),
+    *((40, 240, "silu", False), (240, 80, "none", True), (80, 200, "silu", False), (80, 184, "silu", False)),
+    *((32, 16, "none", False), (16, 96, "silu", False), (144, 24, "none", False), (240, 40, "none", True)),
+    *((32, 192, "silu", False), (32, 192, "silu", True), (192, 32, "none", False), (112, 112, "relu", True)),
+    *((64, 64, "relu", False), (64, 128, "relu", False), (128, 256, "none", True), (256, 128, "relu", True)),
+    *((256, 256, "relu", False), (128, 512, "none", False), (256, 1024, "none", True), (64, 256, "none", True)),
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("act", GPU_CASES)
-@pytest.mark.parametrize(
-    ("inputs", "outputs"), [(64, 256), (256, 64), (24, 144), (32, 192), (16, 96), (32, 16), (256, 128), (128, 512)]
-)
-def test_on_a_gpu_it_computes_what_the_layers_do_and_repeats_it(inputs, outputs, act, dtype):
+@pytest.mark.parametrize(("inputs", "outputs", "act", "forks"), GPU_CASES)
+def test_on_a_gpu_it_computes_what_the_layers_do_and_repeats_it(inputs, outputs, act, forks, dtype):
     noise = torch.Generator("cuda").manual_seed(0)
 
     def images(channels):
-        drawn = torch.randn(5, channels, 31, 29, device="cuda", generator=noise)
+        drawn = torch.randn(5, channels, 91, 89, device="cuda", generator=noise)
         return drawn.to(dtype).contiguous(memory_format=torch.channels_last)
 
     x, dz = images(inputs), images(outputs)
@@ -110,11 +117,12 @@ def test_on_a_gpu_it_computes_what_the_layers_do_and_repeats_it(inputs, outputs,
     conv.weight.data = conv.weight.to(dtype).float()
     results = []
     for kind in (torch.float64, dtype, dtype):
-        layer = FusedNorm(nn.BatchNorm2d(outputs, device="cuda"), act=GPU_CASES[act])
+        layer = FusedNorm(nn.BatchNorm2d(outputs, device="cuda"), act=ACTS[act], forks=forks)
         layer.conv, leaf = conv.to(kind), x.to(kind, copy=True).requires_grad_()
         layer.norm.to(torch.float64 if kind == torch.float64 else torch.float32)
         conv.weight.grad = None
         z = layer(leaf)
+        z = z[0] + z[1].flip(0) if forks else z
         z.backward(dz.to(kind))
         gradients = (leaf.grad, conv.weight.grad, layer.norm.weight.grad, layer.norm.bias.grad)
         results.append([t.double() for t in (z.detach(), *gradients, layer.norm.running_var)])
