@@ -268,6 +268,7 @@ CASES = {
         "--model resnet8-cifar --precision 16.16 --auto-loss-scaling --loss-scaling 16777216"
     ),
     "recompute": "--model resnet8-cifar --enable-recompute",
+    "recompute with drop path": "--model efficientnet-b0 --efficientnet-drop-path 0.3 --enable-recompute",
     "group norm": "--model resnet8-cifar --norm-type group --norm-num-groups 8",
 }
 
