@@ -34,7 +34,7 @@ LEAST = 4  # tiles for each of them
 MERGED = 8  # channels of a program that merges
 CHUNK = 256  # sums that it reads at a time
 ACTIVATIONS = {"none": 0, "relu": 1, "silu": 2, "hard_swish": 3, "relu6": 4}
-SIZES = ["count", "joined", "tiles", "sums", "elements"]  # compiled once for all values
+SIZES = ["count", "units", "joined", "tiles", "sums", "elements"]  # compiled once for all values
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no assembly
 
 

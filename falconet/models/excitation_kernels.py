@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 PROGRAMS = 2112  # of a pass that sums each image: 16 for each multiprocessor of an H100; a constant: it changes bits
 SUMMED = 1024  # elements of such a pass, which keeps three sums in registers
-SIZES = ["count", "joined", "in_image", "parts", "images", "scale"]  # compiled once for all values
+SIZES = ["count", "units", "joined", "in_image", "parts", "images", "sums", "scale"]  # compiled once for all values
 
 
 @triton.jit(do_not_specialize=SIZES)

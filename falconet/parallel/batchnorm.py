@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from falconet.errors import ConfigError
@@ -29,13 +30,15 @@ class Span:
 
     def gathered(self, values: Tensor) -> Tensor:  # N -> replicas x N, in their order
         everyone = values.new_empty(self.group.size() * values.numel())
-        with self.world.waiting("sharing batch norm's statistics"):
-            dist.all_gather_into_tensor(everyone, values, group=self.group)
+        if not isinstance(values, FakeTensor):  # a pass that computes nothing
+            with self.world.waiting("sharing batch norm's statistics"):
+                dist.all_gather_into_tensor(everyone, values, group=self.group)
         return everyone.view(self.group.size(), -1)
 
     def summed(self, values: Tensor) -> Tensor:
-        with self.world.waiting("sharing batch norm's gradients"):
-            dist.all_reduce(values, group=self.group)
+        if not isinstance(values, FakeTensor):
+            with self.world.waiting("sharing batch norm's gradients"):
+                dist.all_reduce(values, group=self.group)
         return values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -38,7 +38,7 @@ from falconet.report.console import Say, counted
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Measure
 from falconet.train.loss import Loss, MultiLabelLoss, WeightedLoss, presence_weights
-from falconet.train.step import Elsewhere, LocalStep, Move, Moving, PlainMove, ScaledMove, Step
+from falconet.train.step import Elsewhere, LocalStep, Move, Moving, PlainMove, Prepare, ScaledMove, Step
 
 GIB = 2**30
 TrainingLoader = Loader | SyntheticLoader | IdleLoader
@@ -58,6 +58,7 @@ class Setup:
     pretrained: InitialWeights | None = None  # or those of another training
     first_trained: str | None = None  # layers that run before it are frozen
     unfrozen_at: int | None = None  # the first update that trains everything; None: what is frozen stays so
+    prepare: Prepare | None = None  # called before the first update of each shape
 
     def new_model(self) -> tuple[nn.Module, Frozen]:
         """The whole model in fp32, on the host, and what of it is frozen."""
@@ -308,6 +309,7 @@ class WholeModel:
             loss=setup.loss,
             regime=setup.regime,
             forward=fused.model if fused else None,
+            prepare=setup.prepare,
         )
 
 
