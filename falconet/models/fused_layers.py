@@ -19,16 +19,20 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 }
 
 
+# The one-pass norm, too: the kernels find the variance in one pass, around the first pixel instead of 0.
+_NORMS = ("BatchNorm2d", "BatchNormAct2d", "OnePassBatchNorm2d")
+
+
 def can_fuse(norm: nn.BatchNorm2d) -> bool:
     """Whether the kernels compute what the layer does; a norm of timm's may have an activation."""
-    if getattr(norm, "aa", None) is not None or type(norm).__name__ not in ("BatchNorm2d", "BatchNormAct2d"):
+    if getattr(norm, "aa", None) is not None or type(norm).__name__ not in _NORMS:
         return False
     plain = norm.affine and norm.track_running_stats and norm.momentum is not None and not norm._forward_hooks
     return plain and type(getattr(norm, "drop", nn.Identity())) is nn.Identity and own_activation(norm) is not None
 
 
-def own_activation(norm: nn.BatchNorm2d) -> str | None:
-    """The name of the activation that a norm of timm's has, "none" for others; None: unknown here."""
+def own_activation(norm: nn.Module) -> str | None:
+    """The name of the activation that a norm of timm's or ours has, "none" for others; None: unknown here."""
     act: nn.Module = getattr(norm, "act", nn.Identity())
     return ACTIVATIONS.get(type(act))
 
@@ -146,7 +150,7 @@ def _statistics(y: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     return found
 
 
-def _first(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def dense_gradients(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The gradients of both results, of which one may not have been used."""
     from falconet.models import batchnorm_kernels
 
@@ -226,7 +230,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
         from falconet.models import batchnorm_kernels
 
-        dz, dz2 = _first(dz, dz2)
+        dz, dz2 = dense_gradients(dz, dz2)
         y, found, *rest = ctx.saved_tensors
         added = batchnorm_kernels.Added(*rest) if ctx.adds else None
         own, other = batchnorm_kernels.backward(dz, y, found, act=ctx.act, dz2=dz2, added=added)
@@ -256,7 +260,7 @@ class _Pool(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
         from falconet.models import pool_kernels
 
-        dz, dz2 = _first(dz, dz2)
+        dz, dz2 = dense_gradients(dz, dz2)
         return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2), None)
 
 
@@ -294,7 +298,7 @@ class _Excitation(torch.autograd.Function):
         from falconet.models.excitation_kernels import Excitation
 
         y, found, sums = ctx.saved_tensors
-        (dz, _), norm = _first(dz, None), Excitation(y, found, ctx.act)
+        (dz, _), norm = dense_gradients(dz, None), Excitation(y, found, ctx.act)
         back = norm.gate_sums(dz)
         dgate = back[0, :, :, None, None].to(ctx.gate.dtype)
         dmean, *others = torch.autograd.grad(ctx.gate, (ctx.mean, *ctx.parameters), dgate)

@@ -46,7 +46,7 @@ def plan_lines(*, span: int, joined: int) -> list[str]:
 
 
 def test_norms_over_several_processes_are_not_called_fused():
-    assert plan_lines(span=2, joined=2) == ["batch norms: 7 of 7 fused with what follows them"]
+    assert plan_lines(span=2, joined=2) == ["norms: 7 of 7 fused with what follows them"]
     assert plan_lines(span=2, joined=1) == []
 
 
@@ -59,4 +59,4 @@ def test_plan_counts_fused_norms_of_recomputed_segments_too(recompute, monkeypat
     placement = build.BuiltPhase(launch, build.open_site(launch)).placement
     monkeypatch.setattr(Setup, "device", torch.device("cuda"))
     norms = sum(isinstance(module, torch.nn.BatchNorm2d) for module in placement._model[0].modules())
-    assert f"batch norms: {norms} of {norms} fused with what follows them" in placement.lines()
+    assert f"norms: {norms} of {norms} fused with what follows them" in placement.lines()
