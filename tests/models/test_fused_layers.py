@@ -233,7 +233,9 @@ def test_a_fused_network_on_a_gpu_is_as_exact_as_the_plain_one(name, dtype, monk
     moved = {key: value.clone() for key, value in model.named_buffers() if "running" in key}
     usual = gradients(plain, plain, inputs, dtype=dtype)
     away, usually = (((each - right).norm() / right.norm()).item() for each in (fused, usual))
-    assert away < 1.5 * usually + 1e-3  # a rectified value near 0 may fall on the other side: 3e-4 in fp32
+    # Under autocast, torch's group norm and what follows it are in fp32; our own keeps the format of convolutions.
+    more = 3.0 if any(isinstance(each, nn.GroupNorm) for each in plain.modules()) else 1.5
+    assert away < more * usually + 1e-3  # a rectified value near 0 may fall on the other side: 3e-4 in fp32
     assert torch.equal(fused, gradients(model, found.model, padded, dtype=dtype)), "the same input gave other bits"
     for key, value in exact.named_buffers():
         if key in moved:
