@@ -39,7 +39,7 @@ from falconet.numerics.kernels import FUSED
 
 GROUPS = 32  # that one program merges, at most
 MEMBERS = 2048  # sums of them that it reads at a time
-SIZES = ["in_image", "joined", "parts", "size", "sums", "lines", "pixels"]  # compiled once for all values
+SIZES = ["in_image", "joined", "parts", "size", "groups", "sums", "lines", "pixels"]  # compiled once for all values
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, weight, bias, moments, parti
         middle = row_of(moments, 0, channel, channels, there)
         inverse = row_of(moments, 1, channel, channels, there)
         third, fourth = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
-    for tile in tl.range(number % parts, tl.cdiv(in_image, ROWS), parts, loop_unroll_factor=1 if STORES else 2):
+    for tile in tl.range(number % parts, tl.cdiv(in_image, ROWS), parts, loop_unroll_factor=2 if STORES else 4):
         rows, offsets, inside = tile_of(tile, in_image, wide, columns, there, ROWS)
         offsets += start
         if PROXY:
@@ -217,16 +217,16 @@ def _merge_slopes(partial, statistics, weight, slopes, pixels, sums, size, group
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _merge_parameters(partial, statistics, moments, gradients, lines, sums, size, groups, STRIDED: tl.constexpr,
+def _merge_parameters(partial, statistics, moments, gradients, lines, sums, channels, size, STRIDED: tl.constexpr,
                       PROXY: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Gradients of weight and bias and, PROXY, of the moments; `lines`: of all images, `sums` of each."""
-    channels = groups * size
+    groups = channels // size
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     exists = columns < channels
     group = _group_of(columns, size, groups, STRIDED)
     first, second = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
     third, fourth = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
-    for start in range(0, lines, CHUNK):
+    for start in tl.range(0, lines, CHUNK, loop_unroll_factor=2):
         line = start + tl.arange(0, CHUNK)
         inside = (line < lines)[:, None] & exists[None, :]
         offsets = line[:, None].to(tl.int64) * channels + columns[None, :]
@@ -382,11 +382,11 @@ class GroupNorm:
         slopes = torch.empty_like(found)
         grid, constants = table.merged
         _merge_slopes[grid](partial, found, weight, slopes, **constants)
-        sizes = {name: constants[name] for name in ("sums", "size", "groups", "STRIDED")}
+        sizes = {name: constants[name] for name in ("sums", "size", "STRIDED")}
         parameters = torch.empty((4 if proxy else 2, table.channels), device=y.device)
         _merge_parameters[(-(-table.channels // MERGED),)](
-            partial, found, moments, parameters, partial.shape[1], PROXY=proxy, CHUNK=CHUNK, COLUMNS=MERGED,
-            **sizes, **FUSED,
+            partial, found, moments, parameters, partial.shape[1], channels=table.channels, PROXY=proxy, CHUNK=CHUNK,
+            COLUMNS=MERGED, **sizes, **FUSED,
         )  # fmt: skip
         dy = torch.empty_like(y)
         two, kept, kind = (False, False, 0) if stores else (two, kept, kind)  # g has them already

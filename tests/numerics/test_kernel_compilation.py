@@ -73,20 +73,35 @@ def kernels_of(name):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize(("dtype", "channels"), [(torch.float16, 24), (torch.bfloat16, 256), (torch.float32, 6)])
-def test_group_norm_compiles(dtype, channels, strided, compiled):
+@pytest.mark.parametrize(
+    ("acts", "dtype", "channels", "strided"),
+    [
+        (["none"], torch.float16, 24, False),
+        (["silu", "relu6"], torch.bfloat16, 256, True),
+        (["hard_swish"], torch.float32, 6, False),
+    ],
+)
+def test_group_norm_compiles(acts, dtype, channels, strided, compiled):
     module, kernels = kernels_of("falconet.models.groupnorm_kernels")
     x = torch.zeros(2, channels, 12, 12, dtype=dtype).to(memory_format=torch.channels_last)
     weight = torch.ones(channels)
     found = module.statistics(x, 2, strided=strided, eps=1e-5)
-    for act in ("none", "silu", "hard_swish", "relu6"):
+    for act in acts:
         norm = module.GroupNorm(x, found, weight, weight, act, strided)
         norm.apply()
         norm.backward(x, dz2=x)
     norm = module.GroupNorm(x, found, weight, weight, "relu", strided)
     norm.backward(x, adds=True, bits=norm.apply(x)[1])
-    norm = module.GroupNorm(x, found, weight, weight, "silu", strided, torch.ones(2, channels))
+    assert compiled == kernels
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("act", ["relu", "silu"])
+def test_a_group_norm_with_a_proxy_norm_compiles(act, compiled):
+    module, kernels = kernels_of("falconet.models.groupnorm_kernels")
+    x, ones = torch.zeros(2, 24, 12, 12, dtype=torch.float16).to(memory_format=torch.channels_last), torch.ones(2, 24)
+    found = module.statistics(x, 4, strided=act == "silu", eps=1e-5)
+    norm = module.GroupNorm(x, found, ones[0], ones[1], act, act == "silu", ones)
     norm.apply()
     norm.backward(x)
     assert compiled == kernels
