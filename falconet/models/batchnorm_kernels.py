@@ -14,7 +14,7 @@ merges the programs' sums in a fixed order: no atomics, so the same input always
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from falconet.numerics.kernels import FUSED
+
+if TYPE_CHECKING:
+    from falconet.models.span_kernels import Spanning
 
 TILE = 4096  # elements of a pass over all of them: rows by channels
 SUMMED = 2048  # elements of a pass that sums, which keeps its sums in registers
@@ -157,11 +160,25 @@ def _merge_moments(partial, x, weight, bias, running_mean, running_variance, bat
     """The norm's numbers from the programs' sums, and the running statistics. `count`: values of a channel."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
+    mean, variance = merged_moments(partial, x, count, sums, columns, inside, channels, CHUNK, COLUMNS)
+    store_numbers(mean, variance, count, weight, bias, running_mean, running_variance, batches, statistics,
+                  columns, inside, channels, eps, momentum, TRACKS)  # fmt: skip
+
+
+@triton.jit
+def merged_moments(partial, x, count, sums, columns, inside, channels, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Mean and variance, from the programs' sums."""
     first, second = _merged(partial, 1, sums, columns, inside, channels, CHUNK, COLUMNS)
     offset = first / count
     variance = tl.maximum(second / count - offset * offset, 0.0)
     mean = offset + tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
-    variance = tl.where(mean == mean, variance, mean)  # a maximum drops NaN
+    return mean, tl.where(mean == mean, variance, mean)  # a maximum drops NaN
+
+
+@triton.jit
+def store_numbers(mean, variance, count, weight, bias, running_mean, running_variance, batches, statistics,
+                  columns, inside, channels, eps, momentum, TRACKS: tl.constexpr):  # fmt: skip
+    """Factor, bias, mean and 1 / deviation; moves the running statistics."""
     inverse = 1.0 / tl.sqrt(variance + eps)
     factor = tl.load(weight + columns, mask=inside, other=0.0) * inverse
     tl.store(statistics + columns, factor, mask=inside)
@@ -442,14 +459,32 @@ class Running(NamedTuple):
     momentum: float
 
 
-def statistics(x: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float) -> Tensor:
+def statistics(
+    x: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float, span: "Spanning | None" = None
+) -> Tensor:
     """4 x C: weight / deviation, bias, mean, 1 / deviation; moves the running statistics."""
-    table = Table.of(x)
-    found, summed = torch.empty((4, table.channels), device=x.device), table.summed(MOMENTS)
+    summed = Table.of(x).summed(MOMENTS)
     partial = summed.partial(2, x.device)
     _sum_moments[summed.grid](x, partial, **summed.constants)
-    grid, constants = summed.merged
+    return numbers(x, partial, weight, bias, running, eps=eps, span=span)
+
+
+def numbers(
+    x: Tensor,
+    partial: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running: Running | None,
+    *,
+    eps: float,
+    span: "Spanning | None" = None,
+) -> Tensor:
+    """What `statistics` finds, from sums of x and of its square around its first row, by program."""
+    if span is not None:
+        return span.numbers(x, partial, weight, bias, running, eps=eps)
+    table, found = Table.of(x), torch.empty((4, x.shape[1]), device=x.device)
     mean, variance, batches, momentum = running or (found, found, found, 0.0)
+    grid, constants = merging(table, partial.shape[1])
     _merge_moments[grid](
         partial, x, weight, bias, mean, variance, batches, found,
         eps=eps, momentum=momentum, TRACKS=running is not None, **constants,
@@ -489,10 +524,36 @@ class Added(NamedTuple):
     bits: Tensor | None = None  # signs of the sum
 
 
-def backward(
-    dz: Tensor, y: Tensor, found: Tensor, *, act: str, dz2: Tensor | None = None, added: Added | None = None
-) -> tuple[Gradients, Gradients | Tensor | None]:
-    """Of the norm, and of what was added to it: its norm's, or its gradient; dz + dz2 is the result's gradient."""
+class Reached(NamedTuple):
+    """The gradient that reaches a norm: dz + dz2, where the activation lets it through."""
+
+    dz: Tensor
+    dz2: Tensor | None = None
+    bits: Tensor | None = None  # signs of the sum that was rectified; None: found from the norm
+    act: str = "none"
+
+
+class Slopes(NamedTuple):
+    """Of a norm's backward pass: gradients of weight and bias, and a, b, mean, c of dy = a g + b (y - mean) + c."""
+
+    own: tuple[Tensor, Tensor]
+    found: Tensor
+
+
+def sum_gradients(
+    dz: Tensor,
+    y: Tensor,
+    found: Tensor,
+    *,
+    act: str,
+    dz2: Tensor | None = None,
+    added: Added | None = None,
+    span: "Spanning | None" = None,
+) -> tuple[Reached, Slopes, Slopes | None]:
+    """What reaches the norm, its slopes and those of the shortcut's norm; dz + dz2 is the result's gradient.
+
+    What reaches a norm that something was added to is that one's gradient, too.
+    """
     table, kind = Table.of(y), ACTIVATIONS[act]
     shortcut, other_found, bits = added or Added()
     down, two, kept = other_found is not None, dz2 is not None, bits is not None
@@ -505,25 +566,40 @@ def backward(
         dz, dz2 if two else dz, y, bits if kept else dz, g, found, other, other_statistics, partial,
         ACT=kind, TWO=two, KEPT=kept, STORES=stores, DOWN=down, **summed.constants,
     )  # fmt: skip
-    own, slopes = merged(partial, 1, found, summed.merged)
-    others, other_slopes = merged(partial, 2, other_statistics, summed.merged) if down else (own, slopes)
+    own = Slopes(*merged(partial, 1, found, summed.merged, span))
+    others = Slopes(*merged(partial, 2, other_statistics, summed.merged, span)) if down else None
+    return Reached(g) if stores else Reached(dz, dz2, bits, act), own, others
+
+
+def spread_gradients(
+    reached: Reached,
+    y: Tensor,
+    found: Tensor,
+    slopes: Tensor,
+    shortcut: Tensor | None = None,
+    shortcut_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of y, and that of a shortcut with a norm."""
+    down = shortcut is not None
+    dz, dz2, bits, act = reached
     dy, dother = torch.empty_like(y), torch.empty_like(y) if down else y
-    two, kept, kind = (False, False, 0) if stores else (two, kept, kind)  # g has them already
-    grid, constants = table.walked
+    grid, constants = Table.of(y).walked
     _spread_gradients[grid](
-        g, dz2 if two else g, y, bits if kept else g, found, slopes, dy, other, other_slopes, dother,
-        ACT=kind, TWO=two, KEPT=kept, DOWN=down, **constants,
+        dz, dz if dz2 is None else dz2, y, dz if bits is None else bits, found, slopes, dy,
+        shortcut if down else y, shortcut_slopes if down else slopes, dother,
+        ACT=ACTIVATIONS[act], TWO=dz2 is not None, KEPT=bits is not None, DOWN=down, **constants,
     )  # fmt: skip
-    if added is None:
-        return Gradients(dy, *own), None
-    return Gradients(dy, *own), Gradients(dother, *others) if down else g
+    return dy, dother
 
 
-def merged(partial: Tensor, line: int, found: Tensor, how: Merged) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Gradients of weight and bias, and the slopes."""
-    channels = partial.shape[-1]
-    dweight, dbias = torch.empty((2, channels), device=found.device).unbind()
-    slopes = torch.empty((4, channels), device=found.device)
+def merged(
+    partial: Tensor, line: int, found: Tensor, how: Merged, span: "Spanning | None" = None
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Gradients of weight and bias, which are this replica's, and the slopes."""
+    gradients = torch.empty((2, partial.shape[-1]), device=found.device)
+    slopes = torch.empty((4, partial.shape[-1]), device=found.device)
     grid, constants = how
-    _merge_gradients[grid](partial, line, found, slopes, dweight, dbias, **constants)
-    return (dweight, dbias), slopes
+    _merge_gradients[grid](partial, line, found, slopes, *gradients, **constants)
+    if span is not None:
+        span.mend_slopes(slopes, gradients, found)
+    return tuple(gradients), slopes

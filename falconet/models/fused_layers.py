@@ -1,15 +1,26 @@
 """Layers of a network that take fewer passes over memory: batch norm with what follows it, the stem, the last mean.
 
-What follows a norm is a residual sum, an activation, squeeze and excite, or the stem's pool. On CUDA, in training and
+What follows a norm is a residual sum, an activation, squeeze and excite, or the stem's pool; a 1 x 1 convolution before
+it may be part of it, too. On CUDA, in training and
 in channels-last memory, a norm is two passes forward and two backward (three with excitation); elsewhere the layers run
 as they are. `models/fusion.py` finds them in a model.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from falconet.models import pointwise
+
+if TYPE_CHECKING:
+    from falconet.models.batchnorm_kernels import Reached, Running, Slopes
+    from falconet.models.span_kernels import Spanning
+    from falconet.parallel.batchnorm import Span
+
+# Torch's and timm's; SpanBatchNorm2d and so on, over several replicas; and ours of one pass over the input: the kernels
+# take one for the variance, too, around the first pixel instead of 0.
+NORMS = ("BatchNorm2d", "BatchNormAct2d", "OnePassBatchNorm2d")
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Identity: "none",
     nn.ReLU: "relu",
@@ -19,13 +30,9 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 }
 
 
-# The one-pass norm, too: the kernels find the variance in one pass, around the first pixel instead of 0.
-_NORMS = ("BatchNorm2d", "BatchNormAct2d", "OnePassBatchNorm2d")
-
-
 def can_fuse(norm: nn.BatchNorm2d) -> bool:
     """Whether the kernels compute what the layer does; a norm of timm's may have an activation."""
-    if getattr(norm, "aa", None) is not None or type(norm).__name__ not in _NORMS:
+    if getattr(norm, "aa", None) is not None or type(norm).__name__.removeprefix("Span") not in NORMS:
         return False
     plain = norm.affine and norm.track_running_stats and norm.momentum is not None and not norm._forward_hooks
     return plain and type(getattr(norm, "drop", nn.Identity())) is nn.Identity and own_activation(norm) is not None
@@ -40,15 +47,15 @@ def own_activation(norm: nn.Module) -> str | None:
 def fits(y: Tensor, *norms: nn.BatchNorm2d) -> bool:
     """Whether the kernels can take this input.
 
-    Norms may change after they were fused: frozen for a while, they keep their statistics; over a span, other replicas
-    have a part in them. Such norms run as they are, and so do those of one value, which torch refuses.
+    Norms may change after they were fused: frozen for a while, they keep their statistics. Such norms run as they are,
+    and so do those of one value, which torch refuses.
     """
     dense = y.is_cuda and y.is_contiguous(memory_format=torch.channels_last) and y.numel() > y.shape[1]
     return dense and all(norm.training and can_fuse(norm) for norm in norms)
 
 
 class FusedNorm(nn.Module):
-    """act(norm(y) + shortcut), where both norm and shortcut may have an activation or a norm of their own.
+    """act(norm(x) + shortcut); the shortcut may have a norm of its own, and each norm a 1 x 1 convolution before it.
 
     Returns it twice if two layers take it: their gradients are then added in the norm's own pass.
     """
@@ -66,23 +73,52 @@ class FusedNorm(nn.Module):
         self.norm, self.shortcut_norm, self.forks = norm, shortcut_norm, forks
         self.act = nn.Identity() if act is None else act
         self.kind = own_activation(norm) or "none" if act is None else ACTIVATIONS[type(act)]
+        self.conv: nn.Conv2d | None = None  # 1 x 1, whose result nothing but the norm reads
+        self.shortcut_conv: nn.Conv2d | None = None
 
-    def saved(self, y: Tensor, shortcut: Tensor | None = None) -> list[Tensor]:
+    def saved(self, x: Tensor, shortcut: Tensor | None = None) -> list[Tensor]:
         """What the backward pass keeps, but for numbers of a channel."""
-        signs = [y.new_empty(-(-y.numel() // 8), dtype=torch.uint8)] if shortcut is not None else []
-        return [y, *([] if shortcut is None or self.shortcut_norm is None else [shortcut]), *signs]
+        y, *inputs = _kept_before(self.conv, x)
+        if shortcut is None:
+            return [y, *inputs]
+        others = [] if self.shortcut_norm is None else _kept_before(self.shortcut_conv, shortcut)
+        return [y, *inputs, *others, y.new_empty(-(-y.numel() // 8), dtype=torch.uint8)]
 
-    def forward(self, y: Tensor, shortcut: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        norms = [norm for norm in (self.norm, self.shortcut_norm) if norm is not None]
-        if not fits(y, *norms) or (shortcut is not None and not (shortcut.shape == y.shape and fits(shortcut))):
-            z = self.norm(y)
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        weight, x = _joined(self.conv, self.norm, x)
+        other_weight, norms = None, [self.norm]
+        if shortcut is not None and self.shortcut_norm is not None:
+            other_weight, shortcut = _joined(self.shortcut_conv, self.shortcut_norm, shortcut)
+            norms.append(self.shortcut_norm)
+        alike = shortcut is None or pointwise.shape_after(weight, x) == pointwise.shape_after(other_weight, shortcut)
+        if not alike or not fits(x, *norms) or (shortcut is not None and not fits(shortcut)):
+            z = self.norm(_convolved(weight, x))
             if shortcut is not None:
+                shortcut = _convolved(other_weight, shortcut)
                 z = z + (shortcut if self.shortcut_norm is None else self.shortcut_norm(shortcut))
             z = self.act(z)
             return (z, z) if self.forks else z
         other = (None, None) if self.shortcut_norm is None else (self.shortcut_norm.weight, self.shortcut_norm.bias)
-        fused: Tensor | tuple[Tensor, Tensor] = _Norm.apply(y, self.norm.weight, self.norm.bias, shortcut, *other, self)
+        fused: Tensor | tuple[Tensor, Tensor] = _Norm.apply(
+            x, weight, self.norm.weight, self.norm.bias, shortcut, other_weight, *other, self
+        )
         return fused
+
+
+def _joined(conv: nn.Conv2d | None, norm: nn.BatchNorm2d, x: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The weight of a convolution that is left to the norm's kernels and its input, or None and its result."""
+    if conv is None:
+        return None, x
+    return (conv.weight, x) if pointwise.fits(conv, x) and fits(x, norm) else (None, conv(x))
+
+
+def _convolved(weight: Tensor | None, x: Tensor) -> Tensor:
+    return x if weight is None else nn.functional.conv2d(x, weight.to(x.dtype))
+
+
+def _kept_before(conv: nn.Conv2d | None, x: Tensor) -> list[Tensor]:
+    """What the norm reads, and what a convolution that is part of it does."""
+    return [x] if conv is None else [x.new_empty(pointwise.shape_after(conv.weight, x)), x]
 
 
 class FusedPool(nn.Module):
@@ -141,13 +177,30 @@ class FusedExcitation(nn.Module):
 def _statistics(y: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     from falconet.models import batchnorm_kernels  # Triton comes with CUDA only
 
+    found: Tensor = batchnorm_kernels.statistics(
+        y, norm.weight, norm.bias, _running(norm), eps=norm.eps, span=_spanning(norm)
+    )
+    return found
+
+
+def _running(norm: nn.BatchNorm2d) -> "Running":
+    from falconet.models import batchnorm_kernels
+
     assert norm.running_mean is not None
     assert norm.running_var is not None
     assert norm.num_batches_tracked is not None
     assert norm.momentum is not None
-    running = batchnorm_kernels.Running(norm.running_mean, norm.running_var, norm.num_batches_tracked, norm.momentum)
-    found: Tensor = batchnorm_kernels.statistics(y, norm.weight, norm.bias, running, eps=norm.eps)
-    return found
+    return batchnorm_kernels.Running(norm.running_mean, norm.running_var, norm.num_batches_tracked, norm.momentum)
+
+
+def _spanning(norm: nn.BatchNorm2d) -> "Spanning | None":
+    """How a norm sums over the replicas of its span; None: this replica alone."""
+    span: Span | None = getattr(norm, "span", None)
+    if span is None:
+        return None
+    from falconet.models.span_kernels import Spanning
+
+    return Spanning(span)
 
 
 def dense_gradients(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -203,27 +256,35 @@ class _Means(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps its input, a few numbers per channel and, where a sum is rectified, its signs as bits."""
+    """Keeps the inputs of norms and convolutions, a few numbers per channel and, of a rectified sum, the signs."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        y: Tensor,
-        weight: Tensor,  # noqa: ARG004  # here for its gradient, as are the next
+        x: Tensor,
+        conv_weight: Tensor | None,
+        weight: Tensor,  # noqa: ARG004  # here for its gradient, as is the next
         bias: Tensor,  # noqa: ARG004
         shortcut: Tensor | None,
+        shortcut_conv_weight: Tensor | None,
         shortcut_weight: Tensor | None,  # noqa: ARG004
         shortcut_bias: Tensor | None,  # noqa: ARG004
         layer: FusedNorm,
     ) -> Tensor | tuple[Tensor, Tensor]:
         from falconet.models import batchnorm_kernels
 
-        found = _statistics(y, layer.norm)
-        other = layer.shortcut_norm
-        other_found = None if other is None or shortcut is None else _statistics(shortcut, other)
-        z, bits = batchnorm_kernels.normalise(y, found, act=layer.kind, shortcut=shortcut, shortcut_found=other_found)
-        ctx.save_for_backward(y, found, None if other is None else shortcut, other_found, bits)
-        ctx.act, ctx.adds = layer.kind, shortcut is not None
+        own, other = _Branch.of(x, conv_weight, layer.norm), None
+        if shortcut is not None and layer.shortcut_norm is not None:
+            other = _Branch.of(shortcut, shortcut_conv_weight, layer.shortcut_norm)
+        z, bits = batchnorm_kernels.normalise(
+            own.y,
+            own.found,
+            act=layer.kind,
+            shortcut=shortcut if other is None else other.y,
+            shortcut_found=None if other is None else other.found,
+        )
+        ctx.save_for_backward(*own, *(other or (None,) * len(own)), bits)
+        ctx.act, ctx.adds, ctx.span = layer.kind, shortcut is not None, _spanning(layer.norm)
         return (z, z.view_as(z)) if layer.forks else z
 
     @staticmethod
@@ -231,11 +292,50 @@ class _Norm(torch.autograd.Function):
         from falconet.models import batchnorm_kernels
 
         dz, dz2 = dense_gradients(dz, dz2)
-        y, found, *rest = ctx.saved_tensors
-        added = batchnorm_kernels.Added(*rest) if ctx.adds else None
-        own, other = batchnorm_kernels.backward(dz, y, found, act=ctx.act, dz2=dz2, added=added)
-        others = other if isinstance(other, tuple) else (other, None, None)
-        return (*own, *others, None)
+        *saved, bits = ctx.saved_tensors
+        own, other = _Branch(*saved[:4]), _Branch(*saved[4:]) if saved[4] is not None else None
+        added = batchnorm_kernels.Added(other and other.y, other and other.found, bits) if ctx.adds else None
+        reached, slopes, other_slopes = batchnorm_kernels.sum_gradients(
+            dz, own.y, own.found, act=ctx.act, dz2=dz2, added=added, span=ctx.span
+        )
+        if other is None or other_slopes is None:
+            return (*own.backward(reached, slopes), reached.dz if ctx.adds else None, None, None, None, None)
+        if own.weight is None and other.weight is None:  # both in one pass
+            dy, dother = batchnorm_kernels.spread_gradients(
+                reached, own.y, own.found, slopes.found, other.y, other_slopes.found
+            )
+            return (dy, None, *slopes.own, dother, None, *other_slopes.own, None)
+        return (*own.backward(reached, slopes), *other.backward(reached, other_slopes), None)
+
+
+class _Branch(NamedTuple):
+    """A norm's input and numbers, and those of the convolution that made it, if that is part of the norm."""
+
+    y: Tensor
+    found: Tensor
+    x: Tensor | None
+    weight: Tensor | None
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor | None, norm: nn.BatchNorm2d) -> "_Branch":
+        from falconet.models import batchnorm_kernels, pointwise_kernels
+
+        if weight is None:
+            return cls(x, _statistics(x, norm), None, None)
+        y, partial = pointwise_kernels.forward(x, weight)
+        found = batchnorm_kernels.numbers(
+            y, partial, norm.weight, norm.bias, _running(norm), eps=norm.eps, span=_spanning(norm)
+        )
+        return cls(y, found, x, weight)
+
+    def backward(self, reached: "Reached", slopes: "Slopes") -> tuple[Tensor | None, ...]:
+        """Gradients of the input, of the convolution's weight, and of the norm's weight and bias."""
+        from falconet.models import batchnorm_kernels
+
+        given = (reached, self.y, self.found, slopes.found)
+        if self.x is None or self.weight is None:
+            return (batchnorm_kernels.spread_gradients(*given)[0], None, *slopes.own)
+        return (*pointwise.backward(*given, self.x, self.weight), *slopes.own)
 
 
 class _Pool(torch.autograd.Function):
@@ -254,6 +354,7 @@ class _Pool(torch.autograd.Function):
         found = _statistics(y, layer.norm)
         z, *won = pool_kernels.forward(y, found)
         ctx.save_for_backward(y, found, *won)
+        ctx.span = _spanning(layer.norm)
         return (z, z.view_as(z)) if layer.forks else z
 
     @staticmethod
@@ -261,7 +362,7 @@ class _Pool(torch.autograd.Function):
         from falconet.models import pool_kernels
 
         dz, dz2 = dense_gradients(dz, dz2)
-        return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2), None)
+        return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2, span=ctx.span), None)
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -290,6 +391,7 @@ class _Excitation(torch.autograd.Function):
             gate = layer.excite(mean)
         ctx.save_for_backward(y, norm.found, sums)
         ctx.act, ctx.mean, ctx.gate, ctx.parameters = layer.kind, mean, gate, parameters
+        ctx.span = _spanning(layer.norm)
         z: Tensor = norm.apply(gate.detach().contiguous())
         return z
 
@@ -298,7 +400,7 @@ class _Excitation(torch.autograd.Function):
         from falconet.models.excitation_kernels import Excitation
 
         y, found, sums = ctx.saved_tensors
-        (dz, _), norm = dense_gradients(dz, None), Excitation(y, found, ctx.act)
+        (dz, _), norm = dense_gradients(dz, None), Excitation(y, found, ctx.act, ctx.span)
         back = norm.gate_sums(dz)
         dgate = back[0, :, :, None, None].to(ctx.gate.dtype)
         dmean, *others = torch.autograd.grad(ctx.gate, (ctx.mean, *ctx.parameters), dgate)

@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from falconet.models import depthwise, grouped, groupnorm
+from falconet.models import depthwise, grouped, groupnorm, pointwise
 from falconet.models.fused_layers import (
     ACTIVATIONS,
     FusedExcitation,
@@ -52,6 +52,7 @@ def fuse(model: nn.Module) -> Fusion:
         if isinstance(layer_of(traced, node), FusedNorm | FusedGroupNorm | FusedPool):
             _fork(traced, node)
             _replace_mean(traced, node)
+    _join_convolutions(traced)
     _replace_convolutions(traced)
     channels = _pad_stem(traced)
     traced.graph.lint()
@@ -225,6 +226,22 @@ def _replace_mean(traced: fx.GraphModule, node: fx.Node) -> None:
         made = traced.graph.call_module(name, (node,))
     mean.replace_all_uses_with(made)
     traced.graph.erase_node(mean)
+
+
+def _join_convolutions(traced: fx.GraphModule) -> None:
+    """Leave 1 x 1 convolutions to the norms that alone read their results."""
+    for node in [*traced.graph.nodes]:
+        layer = layer_of(traced, node)
+        if not isinstance(layer, FusedNorm):
+            continue
+        normed = {"conv": 0} if layer.shortcut_norm is None else {"conv": 0, "shortcut_conv": 1}
+        for name, place in normed.items():
+            source = node.args[place]
+            conv = layer_of(traced, source) if isinstance(source, fx.Node) and _only_user(source) is node else None
+            if isinstance(conv, nn.Conv2d) and pointwise.can_compute(conv):
+                setattr(layer, name, conv)
+                node.update_arg(place, _input(source))
+                traced.graph.erase_node(source)
 
 
 def _replace_convolutions(traced: fx.GraphModule) -> None:

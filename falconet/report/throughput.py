@@ -10,6 +10,10 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
+# Updates that the host may be ahead of the device. Each keeps its images there, a captured one takes the host no time,
+# and what the host waits for the loader is only lost if the device has nothing left to do.
+AHEAD = 4
+
 
 @dataclass
 class Rate:
@@ -32,6 +36,7 @@ class Moments(Protocol):
     """Marks the ends of updates; the time between two marks may only be known later, as with CUDA events."""
 
     def mark(self) -> Any: ...
+    def reach(self, mark: Any) -> None: ...  # wait until it is there
     def between(self, first: Any, second: Any) -> float: ...  # seconds
 
 
@@ -43,6 +48,8 @@ class HostMoments:
 
     def mark(self) -> float:
         return self.clock()
+
+    def reach(self, mark: float) -> None: ...
 
     def between(self, first: float, second: float) -> float:
         return second - first
@@ -65,10 +72,12 @@ class Stopwatch:
         self._updates: list[tuple[Any, Any]] = []  # marks at the start and the end of each
 
     def updated(self) -> None:
-        """Mark the end of an update, which the device may not have reached yet."""
+        """Mark the end of an update, which the device may not have reached yet; wait if it is far behind."""
         now = self._moments.mark()
         self._updates.append((self._started, now))
         self._started = now
+        if len(self._updates) > AHEAD:
+            self._moments.reach(self._updates[-1 - AHEAD][1])
 
     def update_seconds(self) -> list[float]:
         """Seconds of each update since the last call, waiting for data included; the device must have finished them."""

@@ -291,21 +291,18 @@ class BuiltPhase:
         if self.uncaptured:
             return step
         assert isinstance(step, LocalStep)
-        return CapturedStep(step, self.site.world.device, note=self.site.note)
+        return CapturedStep(step, self.site.world, note=self.site.note)
 
     @property
     def uncaptured(self) -> str | None:
         """Why updates are not captured as CUDA graphs; None: they are."""
-        parallel, division = self.options.parallel, self.launch.division
         if self.site.world.device.type != "cuda":
             return "there is no CUDA device"
         if not self.options.machine.capture:
             return "--no-capture"
-        if division.stages > 1:
+        if self.launch.division.stages > 1:
             return "stages of a pipeline wait for one another"
-        if division.replicas > 1:
-            return "replicas exchange gradients while they compute them"
-        if parallel.offload_optimizer:
+        if self.options.parallel.offload_optimizer:
             return "the optimizer's state is in host memory"
         return None
 

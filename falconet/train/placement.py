@@ -236,8 +236,7 @@ class WholeModel:
     @cached_property
     def fused_norms(self) -> tuple[int, int]:
         """How many norms run fused, and how many there are; those of recomputed segments are fused piece by piece."""
-        spans = self.setup.options.parallel.batchnorm_span > self.setup.shape.joined  # such norms run as they are
-        if self.setup.device.type != "cuda" or spans:
+        if self.setup.device.type != "cuda":
             return 0, 0
         model, stored = self._model[0], self.recomputation.stored if self.recomputation else ()
         if not stored:

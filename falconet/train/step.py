@@ -249,9 +249,12 @@ class DeviceMoments:
     """Times on the device: events on the current CUDA stream."""
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    def reach(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()  # asleep, without Python's lock
 
     def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
         return float(first.elapsed_time(second)) / 1000  # from milliseconds

@@ -41,7 +41,10 @@ def errors(shape, act="relu", adds=0, two=False, mean=0.0, deviation=1.0):
     found2 = batchnorm_kernels.statistics(short, weight2, bias2, None, eps=1e-5) if adds == 2 else None
     z, bits = batchnorm_kernels.normalise(y, found, act=act, shortcut=short if adds else None, shortcut_found=found2)
     what = batchnorm_kernels.Added(short if adds == 2 else None, found2, bits) if adds else None
-    own, added = batchnorm_kernels.backward(dz, y, found, act=act, dz2=dz2 if two else None, added=what)
+    reached, own, others = batchnorm_kernels.sum_gradients(dz, y, found, act=act, dz2=dz2 if two else None, added=what)
+    dy, dshort = batchnorm_kernels.spread_gradients(
+        reached, y, found, own.found, *((short, others.found) if others is not None else ())
+    )
     leaves = [t.double().requires_grad_() for t in (y, short, weight, bias, weight2, bias2)]
     mean_, variance_ = torch.zeros(c).double(), torch.ones(c).double()
     exact = _norm(leaves[0], mean_, variance_, leaves[2], leaves[3])
@@ -50,16 +53,16 @@ def errors(shape, act="relu", adds=0, two=False, mean=0.0, deviation=1.0):
     exact = ACTS[act](exact)
     exact.backward(dz.double() + (dz2.double() if two else 0.0))
     results = {
-        "output": (z, exact), "input": (own.input, leaves[0].grad), "weight": (own.weight, leaves[2].grad),
-        "bias": (own.bias, leaves[3].grad), "running mean": (running.mean, mean_),
+        "output": (z, exact), "input": (dy, leaves[0].grad), "weight": (own.own[0], leaves[2].grad),
+        "bias": (own.own[1], leaves[3].grad), "running mean": (running.mean, mean_),
         "running variance": (running.variance, variance_),
     }  # fmt: skip
     if adds == 1:
-        results["shortcut"] = (added, leaves[1].grad)
+        results["shortcut"] = (reached.dz, leaves[1].grad)
     if adds == 2:
         results |= {
-            "shortcut": (added.input, leaves[1].grad), "shortcut weight": (added.weight, leaves[4].grad),
-            "shortcut bias": (added.bias, leaves[5].grad),
+            "shortcut": (dshort, leaves[1].grad), "shortcut weight": (others.own[0], leaves[4].grad),
+            "shortcut bias": (others.own[1], leaves[5].grad),
         }  # fmt: skip
     assert int(running.batches) == 5
     return {name: _error(a, b.detach()) for name, (a, b) in results.items()}

@@ -10,7 +10,7 @@ from falconet.models import fusion, zoo
 from falconet.models.freezing import Frozen
 from falconet.models.fused_layers import FusedExcitation, FusedNorm, fits
 from falconet.models.groupnorm import FastGroupNorm, FusedGroupNorm
-from falconet.parallel.batchnorm import SpanBatchNorm2d
+from falconet.parallel.batchnorm import over
 
 SHAPES = ["few channels", "a short last tile", "several programs", "channels beyond a tile"]
 ADDED = {"none": (0, 1, 2), "relu": (0, 1, 2), "silu": (0,), "hard_swish": (0,), "relu6": (0,)}
@@ -171,10 +171,6 @@ def on_a_gpu(*shape):
     return torch.empty(shape, device="cuda", memory_format=torch.channels_last)
 
 
-def spans(norm):
-    norm.__class__ = SpanBatchNorm2d
-
-
 def keeps_its_statistics(norm):
     Frozen(norms=frozenset({"0"})).set(nn.Sequential(norm))
 
@@ -183,7 +179,7 @@ def averages_all_batches(norm):
     norm.momentum = None
 
 
-@pytest.mark.parametrize("change", [spans, keeps_its_statistics, averages_all_batches, nn.Module.eval])
+@pytest.mark.parametrize("change", [keeps_its_statistics, averages_all_batches, nn.Module.eval])
 def test_a_norm_that_changes_after_it_was_fused_runs_as_it_is(change):
     norm = nn.BatchNorm2d(8)
     with FakeTensorMode():
@@ -206,6 +202,15 @@ def without_noise(model):
     return model.cuda().to(memory_format=torch.channels_last).train()
 
 
+def learning(name):
+    """A network on the GPU, none of whose weights is 0, which would hide a block's gradients."""
+    model = without_noise(built(name))
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, 1.0, 0.1, generator=torch.Generator("cuda").manual_seed(len(weight)))
+    return model
+
+
 def gradients(model, forward, inputs, *, dtype=None):
     model.zero_grad()
     with torch.autocast("cuda", dtype or torch.float16, enabled=dtype is not None):
@@ -220,11 +225,7 @@ def gradients(model, forward, inputs, *, dtype=None):
 def test_a_fused_network_on_a_gpu_is_as_exact_as_the_plain_one(name, dtype, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    exact, plain, model = (without_noise(built(name)) for _ in range(3))
-    for each in (exact, plain, model):  # zeros would hide a block's gradients
-        for weight in each.parameters():
-            if weight.ndim == 1:
-                torch.nn.init.normal_(weight, 1.0, 0.1, generator=torch.Generator("cuda").manual_seed(len(weight)))
+    exact, plain, model = (learning(name) for _ in range(3))
     inputs = images(64, count=16).cuda()
     right = gradients(exact.double(), exact, inputs.double())
     found = fusion.fuse(model)
@@ -257,3 +258,31 @@ def test_more_elements_than_32_bits_count_are_normalised():
     own, _ = batchnorm_kernels.backward(z, y, found, act="relu")
     torch.testing.assert_close(z[-1].float(), (y[-1].float() + 1).relu(), rtol=0.02, atol=0.02)
     assert own.input[-1].float().abs().mean() > 0.01
+
+
+class Twins:
+    """A span of two replicas that see the same batch: mean, variance and gradients are those of one."""
+
+    def gathered(self, values):
+        return torch.stack((values, values))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["resnet50", "efficientnet-b0"])
+def test_a_fused_network_over_two_replicas_on_a_gpu_is_as_exact_as_over_one(name, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    exact, alone, together = (learning(name) for _ in range(3))
+    inputs = images(64, count=16).cuda()
+    right = gradients(exact.double(), exact, inputs.double())
+    usual = gradients(alone, fusion.fuse(alone).model, inputs, dtype=dtype)
+    found = fusion.fuse(over(together, Twins()))
+    assert found.fused == found.norms
+    fused = gradients(together, found.model, inputs, dtype=dtype)
+    away, usually = (((each - right).norm() / right.norm()).item() for each in (fused, usual))
+    assert away < 1.5 * usually + 1e-3
+    for (key, value), other in zip(alone.named_buffers(), together.buffers(), strict=True):
+        if key.endswith("running_mean"):
+            tolerance = 1e-4 if dtype is None else 0.05
+            torch.testing.assert_close(other, value, rtol=tolerance, atol=tolerance, msg=key)

@@ -5,6 +5,7 @@ The interpreter, which runs the kernels in other tests, accepts types and shapes
 
 import importlib
 import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
+
+from falconet.models.batchnorm_kernels import Reached  # noqa: E402
 
 ARCHITECTURE = 90  # they also compile for 80, tried by hand
 NAMES = {
@@ -119,11 +122,45 @@ def test_batch_norm_compiles(dtype, channels, compiled):
     module.dense(torch.zeros(2, channels, 1, 1, dtype=dtype).expand(2, channels, 7, 7))
     for act in module.ACTIVATIONS:
         module.normalise(x, found, act=act)
-        module.backward(x, x, found, act=act, dz2=x)
+        reached, slopes, _ = module.sum_gradients(x, x, found, act=act, dz2=x)
+        module.spread_gradients(reached, x, found, slopes.found)
     _, bits = module.normalise(x, found, act="relu", shortcut=x, shortcut_found=found)
-    module.backward(x, x, found, act="relu", dz2=x, added=module.Added(x, found, bits))
-    module.backward(x, x, found, act="relu", added=module.Added(None, None, bits))
+    added = module.Added(x, found, bits)
+    reached, slopes, others = module.sum_gradients(x, x, found, act="relu", dz2=x, added=added)
+    module.spread_gradients(reached, x, found, slopes.found, x, others.found)
+    module.sum_gradients(x, x, found, act="relu", added=module.Added(None, None, bits))
     assert compiled == kernels
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 96), (24, 144), (256, 64), (128, 512)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_convolution_with_its_norm_compiles(dtype, inputs, outputs, compiled):
+    module, kernels = kernels_of("falconet.models.pointwise_kernels")
+    x = torch.zeros(2, inputs, 40, 40, dtype=dtype).to(memory_format=torch.channels_last)
+    weight = torch.zeros(outputs, inputs, 1, 1, dtype=dtype)
+    y, _ = module.forward(x, weight)
+    if not module.can_go_back(inputs, outputs):
+        assert compiled == {"_convolve"}
+        return
+    found = torch.zeros(4, outputs)
+    for reached in (Reached(y, act="silu"), Reached(y, y)):
+        module.backward(reached, y, found, found, x, weight)
+    assert compiled == kernels
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_batch_norm_over_replicas_compiles(dtype, compiled):
+    module, kernels = kernels_of("falconet.models.span_kernels")
+    batchnorm, _ = kernels_of("falconet.models.batchnorm_kernels")
+    x = torch.zeros(2, 24, 40, 40, dtype=dtype).to(memory_format=torch.channels_last)
+    weight = bias = torch.ones(24)
+    spanning = module.Spanning(SimpleNamespace(gathered=lambda values: values.expand(2, -1)))
+    running = batchnorm.Running(weight, bias, torch.tensor(0), 0.1)
+    found = batchnorm.statistics(x, weight, bias, running, eps=1e-5, span=spanning)
+    batchnorm.sum_gradients(x, x, found, act="relu", span=spanning)
+    assert compiled > kernels  # and the sums of one replica
 
 
 @pytest.mark.run

@@ -137,3 +137,29 @@ def test_device_times_are_read_late_and_once(clock):
     assert (marks.marked, marks.asked) == (4, 0)
     assert watch.update_seconds() == [10.0, 10.0, 10.0]
     assert marks.asked == 3
+
+
+def test_the_host_waits_for_a_device_that_is_four_updates_behind(clock):
+    class Marks:
+        def __init__(self):
+            self.marked, self.reached = 0, []
+
+        def mark(self):
+            self.marked += 1
+            return self.marked
+
+        def reach(self, mark):
+            self.reached.append(mark)
+
+        def between(self, first, second):
+            return 1.0
+
+    marks = Marks()
+    watch = Stopwatch(clock, marks)
+    for _ in range(6):
+        watch.updated()
+    assert marks.reached == [2, 3]  # the ends of the first two updates: 1 is the start
+    watch.update_seconds()  # the device has finished all of them
+    for _ in range(4):
+        watch.updated()
+    assert marks.reached == [2, 3]

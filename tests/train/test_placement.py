@@ -45,9 +45,9 @@ def plan_lines(*, span: int, joined: int) -> list[str]:
     return WholeModel(setup).lines()
 
 
-def test_norms_over_several_processes_are_not_called_fused():
-    assert plan_lines(span=2, joined=2) == ["norms: 7 of 7 fused with what follows them"]
-    assert plan_lines(span=2, joined=1) == []
+@pytest.mark.parametrize("joined", [1, 2])
+def test_norms_over_several_processes_are_fused_too(joined):
+    assert plan_lines(span=2, joined=joined) == ["norms: 7 of 7 fused with what follows them"]
 
 
 @pytest.mark.parametrize("recompute", ["", "--enable-recompute"])
