@@ -70,6 +70,7 @@ class Stopwatch:
         self._moments: Moments = self.moments or HostMoments(self.clock)
         self._started = self._moments.mark()
         self._updates: list[tuple[Any, Any]] = []  # marks at the start and the end of each
+        self._waits: list[tuple[float, Any, Any]] = []  # the host's seconds, marks at the start and the end of each
 
     def updated(self) -> None:
         """Mark the end of an update, which the device may not have reached yet; wait if it is far behind."""
@@ -86,7 +87,7 @@ class Stopwatch:
         return seconds
 
     def waits(self, updates: Iterable[T]) -> Iterator[T]:
-        """Pass the updates through; the time until each arrives counts as waiting."""
+        """Pass the updates through; the time until each arrives counts as waiting, unless the device was at work."""
         iterator = iter(updates)
         while True:
             start = self.clock()
@@ -94,7 +95,7 @@ class Stopwatch:
                 update = next(iterator)
             except StopIteration:
                 return
-            self._waiting += self.clock() - start
+            self._waits.append((self.clock() - start, self._started, self._moments.mark()))
             yield update
 
     @contextmanager
@@ -109,6 +110,10 @@ class Stopwatch:
 
     def lap(self) -> tuple[float, float]:
         """Seconds of training and of waiting so far."""
+        for host, begun, ended in self._waits:
+            self._moments.reach(ended)
+            self._waiting += min(host, self._moments.between(begun, ended))
+        self._waits.clear()
         now = self.clock()
         self.seconds, self._since = self.seconds + now - self._since, now
         return self.seconds, self._waiting
