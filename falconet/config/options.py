@@ -286,9 +286,9 @@ class Model:
     norm_num_groups: Annotated[int, AtLeast(1)] = 32
     """Groups of group norm; must divide the channels of every layer."""
     enable_fast_groupnorm: bool = False
-    """Run group norm as a fused kernel on CUDA; groups and checkpoints stay the same."""
+    """Fuse group norm on CUDA in stages and untraceable models too (others always do); checkpoints stay the same."""
     norm_grouping: Literal["contiguous", "strided"] = "contiguous"
-    """Channels of a group: neighbours, or every G-th as in the TensorFlow original (no fused kernel)."""
+    """Channels of a group: neighbours, or every G-th as in the TensorFlow original."""
     disable_stable_batchnorm: bool = False
     """Compute batch norm's variance in one pass: less exact where the mean is far from zero."""
     batchnorm_momentum: Annotated[float, Between(0, 1)] | Auto = "auto"

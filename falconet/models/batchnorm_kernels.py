@@ -219,9 +219,15 @@ def _normalise(y, statistics, shortcut, shortcut_statistics, z, bits, count, uni
         v += s
     tl.store(z + offsets, activated(v, ACT).to(z.dtype.element_ty), mask=inside)
     if KEEPS:
-        eights = tl.reshape((v > 0.0).to(tl.int32), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
-        places, kept = bits_of(rows, count, channels * joined, COLUMNS)
-        tl.store(bits + places, tl.sum(eights, 2).to(tl.uint8), mask=kept)
+        store_signs(bits, v, rows, count, channels * joined, ROWS, COLUMNS)
+
+
+@triton.jit
+def store_signs(bits, v, rows, count, wide, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a tile, eight in a byte."""
+    eights = tl.reshape((v > 0.0).to(tl.int32), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
+    places, kept = bits_of(rows, count, wide, COLUMNS)
+    tl.store(bits + places, tl.sum(eights, 2).to(tl.uint8), mask=kept)
 
 
 @triton.jit
@@ -234,7 +240,7 @@ def bits_of(rows, count, wide, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
+def gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
               ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr,
               ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """The gradient of the sum of norm and shortcut, and y, for one tile. KEPT: the signs are read, not found from y."""
@@ -268,7 +274,7 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, shortcut, shortcut_statistic
         third = tl.zeros((ROWS, COLUMNS), tl.float32)
     for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), loop_unroll_factor=1 if STORES else 2):
         rows, offsets, inside = tile_of(tiles - 1 - number, count, wide, columns, there, ROWS)
-        d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
+        d, v = gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
                          ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
         if STORES:
             stored = d.to(g.dtype.element_ty)
@@ -321,7 +327,7 @@ def _spread_gradients(dz, dz2, y, bits, statistics, slopes, dy, shortcut, shortc
     columns, channel, there = columns_of(channels, joined, COLUMNS)
     rows, offsets, inside = tile_of(tl.program_id(0), count, wide, columns, there, ROWS)
     factor, bias, mean = numbers_of(statistics, channel, channels, there)
-    d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
+    d, v = gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
                      ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
     tl.store(dy + offsets, sloped(d, v, slopes, channel, channels, there).to(dy.dtype.element_ty), mask=inside)
     if DOWN:

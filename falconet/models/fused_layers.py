@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from falconet.models.span_kernels import Spanning
     from falconet.parallel.batchnorm import Span
 
-NORMS = ("BatchNorm2d", "BatchNormAct2d")  # torch's and timm's; SpanBatchNorm2d and so on, over several replicas
+# Torch's and timm's; SpanBatchNorm2d and so on, over several replicas; and ours of one pass over the input: the kernels
+# take one for the variance, too, around the first pixel instead of 0.
+NORMS = ("BatchNorm2d", "BatchNormAct2d", "OnePassBatchNorm2d")
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Identity: "none",
     nn.ReLU: "relu",
@@ -36,8 +38,8 @@ def can_fuse(norm: nn.BatchNorm2d) -> bool:
     return plain and type(getattr(norm, "drop", nn.Identity())) is nn.Identity and own_activation(norm) is not None
 
 
-def own_activation(norm: nn.BatchNorm2d) -> str | None:
-    """The name of the activation that a norm of timm's has, "none" for others; None: unknown here."""
+def own_activation(norm: nn.Module) -> str | None:
+    """The name of the activation that a norm of timm's or ours has, "none" for others; None: unknown here."""
     act: nn.Module = getattr(norm, "act", nn.Identity())
     return ACTIVATIONS.get(type(act))
 
@@ -201,7 +203,7 @@ def _spanning(norm: nn.BatchNorm2d) -> "Spanning | None":
     return Spanning(span)
 
 
-def _first(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def dense_gradients(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The gradients of both results, of which one may not have been used."""
     from falconet.models import batchnorm_kernels
 
@@ -289,7 +291,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
         from falconet.models import batchnorm_kernels
 
-        dz, dz2 = _first(dz, dz2)
+        dz, dz2 = dense_gradients(dz, dz2)
         *saved, bits = ctx.saved_tensors
         own, other = _Branch(*saved[:4]), _Branch(*saved[4:]) if saved[4] is not None else None
         added = batchnorm_kernels.Added(other and other.y, other and other.found, bits) if ctx.adds else None
@@ -359,7 +361,7 @@ class _Pool(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
         from falconet.models import pool_kernels
 
-        dz, dz2 = _first(dz, dz2)
+        dz, dz2 = dense_gradients(dz, dz2)
         return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2, span=ctx.span), None)
 
 
@@ -398,7 +400,7 @@ class _Excitation(torch.autograd.Function):
         from falconet.models.excitation_kernels import Excitation
 
         y, found, sums = ctx.saved_tensors
-        (dz, _), norm = _first(dz, None), Excitation(y, found, ctx.act, ctx.span)
+        (dz, _), norm = dense_gradients(dz, None), Excitation(y, found, ctx.act, ctx.span)
         back = norm.gate_sums(dz)
         dgate = back[0, :, :, None, None].to(ctx.gate.dtype)
         dmean, *others = torch.autograd.grad(ctx.gate, (ctx.mean, *ctx.parameters), dgate)

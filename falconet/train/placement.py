@@ -232,7 +232,7 @@ class WholeModel:
 
     def _fused_lines(self) -> list[str]:
         fused, norms = self.fused_norms
-        return [f"batch norms: {fused} of {norms} fused with what follows them"] if fused else []
+        return [f"norms: {fused} of {norms} fused with what follows them"] if fused else []
 
     @cached_property
     def fused_norms(self) -> tuple[int, int]:

@@ -76,14 +76,37 @@ def kernels_of(name):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_group_norm_compiles(dtype, strided, compiled):
+@pytest.mark.parametrize(
+    ("acts", "dtype", "channels", "strided"),
+    [
+        (["none"], torch.float16, 24, False),
+        (["silu", "relu6"], torch.bfloat16, 256, True),
+        (["hard_swish"], torch.float32, 6, False),
+    ],
+)
+def test_group_norm_compiles(acts, dtype, channels, strided, compiled):
     module, kernels = kernels_of("falconet.models.groupnorm_kernels")
-    x = torch.zeros(2, 32, 7, 7, dtype=dtype).to(memory_format=torch.channels_last)
-    weight = bias = torch.ones(32)
-    _, mean, rstd = module.forward(x, 4, weight, bias, 1e-5, strided=strided)
-    module.backward(x, x, 4, weight, mean, rstd, strided=strided)
+    x = torch.zeros(2, channels, 12, 12, dtype=dtype).to(memory_format=torch.channels_last)
+    weight = torch.ones(channels)
+    found = module.statistics(x, 2, strided=strided, eps=1e-5)
+    for act in acts:
+        norm = module.GroupNorm(x, found, weight, weight, act, strided)
+        norm.apply()
+        norm.backward(x, dz2=x)
+    norm = module.GroupNorm(x, found, weight, weight, "relu", strided)
+    norm.backward(x, adds=True, bits=norm.apply(x)[1])
+    assert compiled == kernels
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("act", ["relu", "silu"])
+def test_a_group_norm_with_a_proxy_norm_compiles(act, compiled):
+    module, kernels = kernels_of("falconet.models.groupnorm_kernels")
+    x, ones = torch.zeros(2, 24, 12, 12, dtype=torch.float16).to(memory_format=torch.channels_last), torch.ones(2, 24)
+    found = module.statistics(x, 4, strided=act == "silu", eps=1e-5)
+    norm = module.GroupNorm(x, found, ones[0], ones[1], act, act == "silu", ones)
+    norm.apply()
+    norm.backward(x)
     assert compiled == kernels
 
 
@@ -206,14 +229,14 @@ def test_a_strided_convolution_of_wide_groups_compiles(compiled):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("act", ["relu", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_proxy_norm_compiles(dtype, silu, compiled):
+def test_proxy_norm_compiles(dtype, act, compiled):
     module, kernels = kernels_of("falconet.models.proxynorm_kernels")
     x, factors = torch.zeros(2, 32, 7, 7, dtype=dtype).to(memory_format=torch.channels_last), torch.ones(4, 32)
     samples = torch.zeros(SAMPLES)
-    _, moments = module.forward(x, factors, samples, silu, 1e-5)
-    module.backward(x, x, factors, samples, moments, silu)
+    _, moments = module.forward(x, factors, samples, act, 1e-5)
+    module.backward(x, x, factors, samples, moments, act)
     assert compiled == kernels
 
 
