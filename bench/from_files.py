@@ -1,27 +1,32 @@
 """Compare training from JPEG files with synthetic data: images per second of each, their ratio, and the time waited.
 
     python bench/from_files.py FOLDER                                any folder of JPEG files, flat or not
-    python bench/from_files.py FOLDER --decoders cpu cuda --rounds 3
-    python bench/from_files.py FOLDER --updates 12 --options="--model resnet18 --image-size 64 --micro-batch-size 16"
+    python bench/from_files.py FOLDER --models resnet50:512 mobilenet-v3-large:512 --kinds files-cpu marked-both
+    python bench/from_files.py FOLDER --device cpu --images 256 --models resnet18:16 --options="--image-size 64"
 
-Each measurement is a run of `falconet train` with the same options; the kinds take turns, so that a change in the
-machine's speed affects all of them. The photos are linked repeatedly until there are enough for every update, and come
-from the page cache. The first quarter of the updates is warm-up and not counted.
+Each measurement is `falconet train` with a model and its micro-batch, from files, from files with restart markers, or
+from shards that `falconet data pack` made of them, decoded by --decode-device cpu, cuda or both. The kinds take turns
+in one process per model, so that a change in the machine's speed affects all of them. The photos are linked repeatedly
+until there are --images, and come from the page cache. The first quarter of the updates is warm-up and not counted; it
+must be longer than what is read ahead, which takes up to 7,000 images.
 """
 
 import argparse
 import json
-import os
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+
+from runs import falconet, train
 
 ENDINGS = {".jpg", ".jpeg"}
 CLASSES = 1000
-OPTIONS = "--model resnet50 --image-size 224 --micro-batch-size 256 --precision 16.16 --loss-scaling 128"
-PARTS = 4  # log points; the first one is warm-up
+OPTIONS = "--image-size 224 --precision 16.16 --loss-scaling 128"
+SYNTHETIC = "synthetic"
+KINDS = [f"{stored}-{decoded}" for stored, decoded in product(("files", "marked", "shards"), ("cpu", "cuda", "both"))]
 
 
 def link_photos(folder: Path, images: int, into: Path) -> None:
@@ -36,51 +41,95 @@ def link_photos(folder: Path, images: int, into: Path) -> None:
             (place / f"{number:07}.jpg").symlink_to(found[number % len(found)])
     for path in found:
         path.read_bytes()  # into the page cache
+    size = sum(path.stat().st_size for path in found) / len(found)
+    print(f"{into.name}: {len(found)} photos of {size / 1000:.0f} kB on average, {images} links", flush=True)
 
 
-def run(data: str, args: argparse.Namespace, home: Path) -> tuple[float, float]:
-    """Images per second and the percentage of time spent waiting for data, after warm-up."""
-    with tempfile.TemporaryDirectory(dir=home) as folder:
-        line = f"{args.options} {data} --epoch 1 --warmup-epoch 0 --validation-mode none --logs-per-epoch {PARTS}"
-        words = [sys.executable, "-m", "falconet", "train", *line.split(), "--run-dir", str(Path(folder) / "run")]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    entries = [entry for entry in map(json.loads, lines) if "train/images_per_second" in entry]
-    counted = entries[1:PARTS]
-    rate = len(counted) / sum(1 / entry["train/images_per_second"] for entry in counted)
-    return rate, statistics.mean(entry["train/waiting_percent"] for entry in counted)
+def marked_photos(folder: Path, into: Path) -> Path:
+    """The photos with restart markers, as `falconet data pack` stores them."""
+    from falconet.data import native
+
+    library = native.library()
+    if library is None:
+        raise SystemExit(f"marked: {native.why_not()}")
+    into.mkdir()
+    for number, path in enumerate(sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)):
+        data = path.read_bytes()
+        marked = library.restart_marked(data)
+        (into / f"{number:05}.jpg").write_bytes(marked if isinstance(marked, bytes) else data)
+    return into
+
+
+def compare(model: str, args: argparse.Namespace, home: Path) -> None:
+    """All kinds with one model; run in a process of its own."""
+    name, _, batch = model.partition(":")
+    options = f"--model {name} --micro-batch-size {batch} --device {args.device} {args.options}"
+    # As ImageNet, not as a folder, which would bring the optimizer and augmentation of the config `photos`.
+    photos = "--data imagenet --data-dir {} --decode-device {}"
+    data = {SYNTHETIC: f"--data synthetic --classes {CLASSES} --iterations {args.images // int(batch)}"}
+    for kind in args.kinds:
+        stored, _, decoded = kind.partition("-")
+        data[kind] = photos.format(home / stored, decoded)
+    rates: dict[str, list[float]] = {kind: [] for kind in data}
+    for number in range(args.rounds):
+        for kind, given in data.items():
+            try:
+                speed = train(f"{options} {given}")
+            except RuntimeError as error:
+                print(f"{model} {kind} failed: {error}", flush=True)
+                continue
+            rate = speed.images_per_second
+            rates[kind].append(rate)
+            ratio = rate / rates[SYNTHETIC][-1]
+            words = f"{rate:8,.0f} images/s  {ratio:6.1%} of synthetic  waited {speed.waited:.1f} %"
+            print(f"{model:24} round {number + 1}  {kind:12} {words}", flush=True)
+            if args.output:
+                with args.output.open("a") as file:
+                    entry = {"model": model, "kind": kind, "images_per_second": rate, "waited_percent": speed.waited}
+                    file.write(json.dumps(entry) + "\n")
+
+
+def table(path: Path) -> Iterator[str]:
+    """Markdown: the medians and their ratio to synthetic data's."""
+    rates: dict[str, dict[str, list[float]]] = {}
+    for run in map(json.loads, path.read_text().splitlines()):
+        rates.setdefault(run["model"], {}).setdefault(run["kind"], []).append(run["images_per_second"])
+    kinds = [kind for kind in (SYNTHETIC, *KINDS) if any(kind in found for found in rates.values())]
+    yield f"| model and batch | {' | '.join(kind.replace('-', ', ') for kind in kinds)} |"
+    yield "|---|" + "---:|" * len(kinds)
+    for model, found in rates.items():
+        whole = statistics.median(found[SYNTHETIC])
+        medians = [statistics.median(found[kind]) if kind in found else None for kind in kinds]
+        cells = [f"{median:,.0f} ({median / whole:.1%})" if median else "" for median in medians]
+        yield f"| {model.replace(':', ', ')} | {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--updates", type=int, default=160)
+    parser.add_argument("--models", nargs="+", default=["resnet50:512"], metavar="NAME:MICRO-BATCH")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["files-cpu"])
+    parser.add_argument("--images", type=int, default=61_440, help="training images")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--decoders", nargs="+", choices=["cpu", "cuda"], default=["cpu"])
-    parser.add_argument("--options", default=OPTIONS)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--options", default=OPTIONS, help="of every run")
+    parser.add_argument("--output", type=Path, help="JSON lines to append each run to")
     args = parser.parse_args()
-    words = args.options.split()
-    batch = int(words[words.index("--micro-batch-size") + 1])
-    with tempfile.TemporaryDirectory() as home:
-        photos = Path(home) / "photos"
-        link_photos(args.folder, max(args.updates * batch, CLASSES), photos)
-        kinds = {"synthetic": f"--data synthetic --classes {CLASSES} --iterations {args.updates}"}
-        kinds |= {f"files, {d}": f"--data folder --data-dir {photos} --decode-device {d}" for d in args.decoders}
-        rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for number in range(args.rounds):
-            for kind, data in kinds.items():
-                rate, waited = run(data, args, Path(home))
-                rates[kind].append(rate)
-                ratio = rate / rates["synthetic"][-1]
-                print(
-                    f"round {number + 1}  {kind:12} {rate:8.0f} images/s  {ratio:6.1%}  waited {waited:.1f} %",
-                    flush=True,
-                )
-    for kind, values in rates.items():
-        ratio = statistics.median(a / b for a, b in zip(values, rates["synthetic"], strict=True))
-        print(f"median   {kind:12} {statistics.median(values):8.0f} images/s  {ratio:6.1%} of synthetic")
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        args.output = args.output or home / "runs.jsonl"
+        stored, count = {kind.partition("-")[0] for kind in args.kinds}, max(args.images, CLASSES)
+        link_photos(args.folder, count, home / "files")
+        if "marked" in stored:
+            link_photos(marked_photos(args.folder, home / "made"), count, home / "marked")
+        if "shards" in stored:
+            falconet(["data", "pack", str(home / "files"), str(home / "shards")], home / "pack.log")
+            print((home / "pack.log").read_text().splitlines()[-1], flush=True)
+        for model in args.models:
+            process = multiprocessing.get_context("spawn").Process(target=compare, args=(model, args, home))
+            process.start()
+            process.join()
+        print("\n".join(table(args.output)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The peers' training loops on one batch that stays on the device, in our words and with their libraries.
 
-Both have what their scripts do in every update with `--amp` (and `--channels-last`, which torchvision's script lacks):
-autocast, a gradient scaler for fp16, the optimizer and loss of their defaults, and the numbers that they read from the
-device for their meters. Left out: loading data, printing, validation, checkpoints.
+Both have what their scripts do in every update with `--amp`: autocast, a gradient scaler for fp16, the optimizer and
+loss of their defaults, cuDNN's trials, and the numbers that they read from the device for their meters. Left out:
+loading and normalising data, printing, validation, checkpoints. Channels-last memory and compilation are timm's
+`--channels-last` and `--torchcompile`; torchvision's script has neither, and gets both here as its user would add them.
 """
 
 from collections.abc import Callable

@@ -1,163 +1,130 @@
 """Compare training on images that stay on the device: Falconet, and the loops of timm's and torchvision's scripts.
 
     python bench/peers/train.py                                        ResNet-50, every method
-    python bench/peers/train.py --networks efficientnet-b0 --methods falconet timm timm-compiled
+    python bench/peers/train.py --networks resnet50 efficientnet-b0 efficientnet-b4 --output runs.jsonl
     python bench/peers/train.py --networks all --methods falconet --rounds 3
-    python bench/peers/train.py --device cpu --networks mobilenet-v3-large --batch 8 --updates 3 --warmup 1
+    python bench/peers/train.py --show runs.jsonl more.jsonl           the table of these runs; measures nothing
+    python bench/peers/train.py --device cpu --networks mobilenet-v3-large --batch 8 --updates 8 --warmup 1
 
-Falconet is `falconet train --data synthetic`, a process per run, counted from its first log point on; the peers are in
-loops.py, channels-last, and their warm-up and compilation are not counted. Methods take turns, so that a change in the
-machine's speed affects all of them. Each run is printed when it is done; the table at the end, whose rows go to
-docs/knowing/results.md, has medians and the range of the runs. No run starts that is expected to end after --minutes:
-compiling six networks takes longer than that, so choose networks.
+Falconet is `falconet train --data synthetic`, counted from its first log point on, with weights in half precision too;
+falconet-mixed has fp32 weights, as the peers with `--amp`. Those are in loops.py, channels-last, and their warm-up is
+not counted. First all networks are compiled at the same time, each in its own processes, which wait while another one
+measures. Then the networks and methods take turns, one run at a time, so that a change in the machine's speed affects
+all of them. Each run is printed, and added to --output, when it is done; the table at the end, whose rows go to
+docs/knowing/results.md, has medians and the range of the runs. No run starts that is expected to end after --minutes.
+Three networks take about 7 minutes on an H200, most of them to compile.
 """
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-import timm
 import torch
-import torchvision
 
-from loops import timm_loop, torchvision_loop
-from networks import CLASSES, NETWORKS, Network
+from networks import NETWORKS
+from workers import FORMATS, METHODS, OURS, Falconet, Job, Peers, Worker
 
-METHODS = ("falconet", "torchvision", "torchvision-compiled", "timm", "timm-compiled")
-FORMATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-REGIMES = {"float32": "32.32", "float16": "16.16 --loss-scaling 128", "bfloat16": "bf16.32"}
-PARTS = 4  # log points of Falconet's run; the first is warm-up
-FIRST = 60.0  # seconds that a first run is expected to take, with its compilation
+LIBRARIES = ("torch", "torchvision", "timm")
+FIRST = 30.0  # seconds that the first run of a method is expected to take, with cuDNN's trials
 
-Measure = Callable[[], float]  # images per second
-
-
-@dataclass(frozen=True)
-class Job:
-    """How a network is measured."""
-
-    network: Network
-    batch: int
-    image_size: int
-    updates: int
-    warmup: int
-    device: torch.device
-    format: str
-
-    @property
-    def title(self) -> str:
-        return f"{self.network.title}, {self.image_size}, batch {self.batch}"
-
-    @property
-    def is_standard(self) -> bool:
-        """Whether the network's goal is for this."""
-        own = (self.network.batch, self.network.image_size)
-        return self.device.type == "cuda" and (self.batch, self.image_size) == own
-
-    def measure(self, method: str) -> Measure:
-        if method == "falconet":
-            return self._falconet
-        library, _, compiled = method.partition("-")
-        make, loop = {
-            "timm": (self.network.of_timm, timm_loop),
-            "torchvision": (self.network.torchvision, torchvision_loop),
-        }[library]
-        model = make().to(self.device, memory_format=torch.channels_last).train()
-        update = loop(torch.compile(model) if compiled else model, self.device, FORMATS[self.format])
-        return lambda: self._peer(update)
-
-    def _peer(self, update: Callable[[torch.Tensor, torch.Tensor], None]) -> float:
-        shape = (self.batch, 3, self.image_size, self.image_size)
-        images = torch.randn(shape, device=self.device).contiguous(memory_format=torch.channels_last)
-        labels = torch.randint(CLASSES, (self.batch,), device=self.device)
-        for _ in range(self.warmup):
-            update(images, labels)
-        begin = self._now()
-        for _ in range(self.updates):
-            update(images, labels)
-        seconds = self._now() - begin
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the next method's turn
-        return self.batch * self.updates / seconds
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def _falconet(self) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            line = (
-                f"--model {self.network.falconet} --image-size {self.image_size} --data synthetic --classes {CLASSES}"
-            )
-            line += f" --device {self.device.type} --precision {REGIMES[self.format]}"
-            line += f" --micro-batch-size {self.batch} --iterations {self.updates} --epoch 1 --warmup-epoch 0"
-            line += f" --validation-mode none --logs-per-epoch {PARTS} --run-dir {folder}/run"
-            words = [sys.executable, "-m", "falconet", "train", *line.split()]
-            done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ)
-            if done.returncode:
-                raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-            lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-        entries = map(json.loads, lines)
-        rates = [entry["train/images_per_second"] for entry in entries if "train/images_per_second" in entry][:PARTS]
-        counted = rates[1:]
-        return len(counted) / sum(1 / rate for rate in counted)
+Run = dict[str, str | float]  # a line of --output
 
 
 class Clock:
     """What is left of the script's time."""
 
     def __init__(self, minutes: float) -> None:
-        self._end = time.monotonic() + 60 * minutes
-        self._longest: dict[str, float] = {}  # seconds of the last run, by its name
+        self._begin, self._end = time.monotonic(), time.monotonic() + 60 * minutes
+        self._seconds: dict[str, float] = {}  # of the last run, by its title
+
+    def passed(self) -> float:
+        return time.monotonic() - self._begin
 
     def allows(self, run: str) -> bool:
-        return time.monotonic() + self._longest.get(run, FIRST) < self._end
+        return time.monotonic() + self._seconds.get(run, FIRST) < self._end
 
-    def timed(self, run: str, measure: Measure) -> float:
+    def measured(self, run: str, worker: Worker, method: str) -> float:
         begin = time.monotonic()
-        rate = measure()
-        self._longest[run] = time.monotonic() - begin
+        rate = worker.measure(method)
+        self._seconds[run] = time.monotonic() - begin
         return rate
 
 
-def rates_of(job: Job, methods: list[str], *, rounds: int, clock: Clock) -> dict[str, list[float]]:
-    """Images per second of each run, by method."""
-    rates: dict[str, list[float]] = {method: [] for method in methods}
-    measures: dict[str, Measure] = {}
-    for number in range(rounds):
-        for method in methods:
-            run = f"{job.title}, {method}"
-            if not clock.allows(run):
-                print(f"{run}: left out, no time left", flush=True)
-                continue
-            if method not in measures:
-                measures[method] = job.measure(method)
-            rate = clock.timed(run, measures[method])
-            rates[method].append(rate)
-            print(f"{run}, run {number + 1}: {rate:,.1f} images/s", flush=True)
-    torch._dynamo.reset()  # a limit on compilations counts those of earlier networks
-    return rates
+def prepared(workers: dict[tuple[str, str], Worker], *, clock: Clock, minutes: float) -> set[Worker]:
+    """Let all workers compile at the same time; returns those that were ready in time."""
+    every, ready = list(dict.fromkeys(workers.values())), set()
+    for worker in every:
+        worker.start_preparing()
+    for worker in every:
+        left = max(1.0, 60 * minutes - clock.passed())
+        try:
+            seconds = worker.answer(timeout=left)
+            print(f"{clock.passed():5.0f} s  prepared in {seconds:.0f} s: {worker.title}", flush=True)
+            ready.add(worker)
+        except (RuntimeError, TimeoutError) as error:
+            print(f"left out: {error}", flush=True)
+            worker.end()
+    return ready
 
 
-def table(found: dict[str, dict[str, list[float]]], goals: dict[str, str], methods: list[str]) -> Iterator[str]:
+def measured(
+    jobs: Sequence[Job], methods: Sequence[str], *, rounds: int, clock: Clock, prepare: float
+) -> Iterator[tuple[Job, str, float]]:
+    """Images per second of each run, in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        workers = {}
+        for number, job in enumerate(jobs):
+            ours, peers = [m for m in methods if m in OURS], [m for m in methods if m not in OURS]
+            for kind, own in ((Falconet, ours), (Peers, peers)):
+                if own:
+                    worker = Worker(kind, job, own, Path(folder) / f"{number}-{own[0]}.log")
+                    workers |= {(job.title, method): worker for method in own}
+        try:
+            ready = prepared(workers, clock=clock, minutes=prepare)
+            for number in range(rounds):
+                for job in jobs:
+                    for method in (method for method in methods if workers[job.title, method] in ready):
+                        run, worker = f"{job.title}, {method}", workers[job.title, method]
+                        if not clock.allows(run):
+                            print(f"{run}, run {number + 1}: left out, no time left", flush=True)
+                            continue
+                        try:
+                            rate = clock.measured(run, worker, method)
+                        except RuntimeError as error:
+                            print(f"left out: {error}", flush=True)
+                            ready.discard(worker)
+                            continue
+                        print(f"{clock.passed():5.0f} s  {run}, run {number + 1}: {rate:,.1f} images/s", flush=True)
+                        yield job, method, rate
+        finally:
+            for worker in dict.fromkeys(workers.values()):
+                worker.end()
+
+
+def table(runs: Iterable[Run]) -> Iterator[str]:
     """Markdown: the median and the range of each method's runs."""
+    found: dict[str, dict[str, list[float]]] = {}
+    goals: dict[str, str] = {}
+    for run in runs:
+        title = str(run["title"])
+        found.setdefault(title, {}).setdefault(str(run["method"]), []).append(float(run["images_per_second"]))
+        goals[title] = str(run["goal"])
+    methods = [method for method in METHODS if any(method in rates for rates in found.values())]
+    order = [network.title for network in NETWORKS.values()]
     yield "| network | " + " | ".join(method.replace("-", ", ") for method in methods) + " | of the best peer | goal |"
     yield "|---|" + "---:|" * (len(methods) + 2)
-    for title, rates in found.items():
-        cells = [_cell(rates[method]) for method in methods]
+    for title in sorted(found, key=lambda title: order.index(title.partition(", ")[0])):
+        rates = found[title]
+        cells = [_cell(rates.get(method, [])) for method in methods]
         yield f"| {title} | " + " | ".join([*cells, _ratio(rates), goals[title]]) + " |"
 
 
-def _cell(rates: list[float]) -> str:
+def _cell(rates: Sequence[float]) -> str:
     digits = 0 if rates and max(rates) >= 100 else 1
     if len(rates) < 2:
         return f"{rates[0]:,.{digits}f}" if rates else ""
@@ -165,39 +132,67 @@ def _cell(rates: list[float]) -> str:
 
 
 def _ratio(rates: dict[str, list[float]]) -> str:
-    peers = [statistics.median(runs) for method, runs in rates.items() if method != "falconet" and runs]
+    peers = [statistics.median(runs) for method, runs in rates.items() if method not in OURS]
     ours = rates.get("falconet")
     return f"{statistics.median(ours) / max(peers):.2f}x" if ours and peers else ""
+
+
+def _goal(job: Job) -> str:
+    """The network's goal is for its own batch and size on an H200."""
+    own = (job.network.batch, job.network.image_size)
+    return f"{job.network.goal:,}" if job.device == "cuda" and (job.batch, job.image_size) == own else ""
+
+
+def _stored(paths: Sequence[Path]) -> Iterator[Run]:
+    for path in paths:
+        yield from map(json.loads, path.read_text().splitlines())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=[*NETWORKS, "all"], default=["resnet50"])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if m != OURS[1]])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--format", choices=FORMATS, help="default: float16 on cuda, float32 on a CPU")
     parser.add_argument("--batch", type=int, help="default: the network's")
     parser.add_argument("--image-size", type=int, help="default: the network's")
-    parser.add_argument("--updates", type=int, default=80, help="per run")
-    parser.add_argument("--warmup", type=int, default=10, help="updates of a peer before each run, not counted")
+    parser.add_argument("--updates", type=int, default=40, help="per run; Falconet counts the last three quarters")
+    parser.add_argument("--warmup", type=int, default=5, help="updates of a peer before each run, not counted")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=7.5, help="start no run that would end later")
+    parser.add_argument("--prepare", type=float, default=5.0, help="minutes; what is not compiled then is left out")
+    parser.add_argument("--output", type=Path, help="JSON lines to append each run to")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="print the table of such files")
     args = parser.parse_args()
-    clock, device = Clock(args.minutes), torch.device(args.device)
-    torch.backends.cudnn.benchmark = True
+    if args.show:
+        print("\n".join(table(_stored(args.show))))
+        return
     form = args.format or ("float16" if args.device == "cuda" else "float32")
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    versions = f"torch {torch.__version__}, torchvision {torchvision.__version__}, timm {timm.__version__}"
+    versions = ", ".join(f"{library} {version(library)}" for library in LIBRARIES)
     print(f"{name}, {versions}, {form}, {args.rounds} runs of {args.updates} updates", flush=True)
-    found, goals = {}, {}
-    for network in NETWORKS if "all" in args.networks else args.networks:
-        each = NETWORKS[network]
-        job = Job(
-            each, args.batch or each.batch, args.image_size or each.image_size, args.updates, args.warmup, device, form
+    chosen = [NETWORKS[network] for network in (NETWORKS if "all" in args.networks else args.networks)]
+    jobs = [
+        Job(
+            each.falconet,
+            args.batch or each.batch,
+            args.image_size or each.image_size,
+            args.updates,
+            args.warmup,
+            args.device,
+            form,
         )
-        found[job.title] = rates_of(job, args.methods, rounds=args.rounds, clock=clock)
-        goals[job.title] = f"{each.goal:,}" if job.is_standard else ""
-    print("\n".join(table(found, goals, args.methods)))
+        for each in chosen
+    ]
+    clock, runs = Clock(args.minutes), list[Run]()
+    methods = [method for method in METHODS if method in args.methods]
+    for job, method, rate in measured(jobs, methods, rounds=args.rounds, clock=clock, prepare=args.prepare):
+        run: Run = {"title": job.title, "method": method, "images_per_second": rate, "goal": _goal(job)}
+        runs.append(run | {"updates": job.updates, "format": form, "device": name, "versions": versions})
+        if args.output:
+            with args.output.open("a") as file:
+                file.write(json.dumps(runs[-1]) + "\n")
+    print("\n".join(table(runs)))
 
 
 if __name__ == "__main__":

@@ -87,9 +87,7 @@ def _pipeline(images: Dataset, options: DataBenchOptions, world: World, say: Say
 
 
 def _decoding(options: DataBenchOptions, source: Source, world: World) -> str:
-    if input.decode_device(options.data, source, world.device) == "cuda":
-        return "photos are decoded by nvJPEG on the device"
-    return f"photos are decoded by {input.decoder()}"
+    return f"photos are decoded by {input.decoder(input.decode_device(options.data, source, world.device))}"
 
 
 def _show(stages: Sequence[Stage], say: Say) -> None:

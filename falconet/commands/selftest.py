@@ -16,6 +16,7 @@ from falconet.data.buffers import Batch
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.errors import CheckpointError, DeviceError
 from falconet.models import splits
+from falconet.models.fusion import fuse
 from falconet.numerics.precision import REGIMES
 from falconet.optim.optimizers import build_optimizer, set_lr
 from falconet.parallel.batchnorm import span_batchnorm
@@ -26,6 +27,7 @@ from falconet.parallel.pipeline import Kind, Place
 from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
 from falconet.train.build import build_replicas, checkpoint_writer
+from falconet.train.capture import WARM, CapturedStep
 from falconet.train.evaluate import evaluate
 from falconet.train.loss import Loss
 from falconet.train.pipeline_step import Feeding, Forward, PipelinedStep, boundaries, evaluate_stages
@@ -107,6 +109,33 @@ def _same_update(world: World, *, norm: nn.Module, span: int, sharded: bool) -> 
     return error < TOLERANCE, f"off by {error:.1e}"
 
 
+def _captured(world: World) -> tuple[bool, str]:
+    """Compare updates that are replayed with those that are not; words: whether they could be captured."""
+    if world.device.type != "cuda":
+        return True, "on CUDA only"
+    plain, notes = _local_step(world), list[str]()
+    own = _local_step(world)
+    captured = CapturedStep(own, world, note=notes.append)
+    batches = [_micro_batches(world.size, world.device)[world.rank]]
+    for update in range(WARM + 3):
+        plain(batches, update=update, lr=0.1)
+        captured(batches, update=update, lr=0.1)
+    pairs = zip(own.moving.model.parameters(), plain.moving.model.parameters(), strict=True)
+    error = max(_relative(found, expected) for found, expected in pairs)
+    world.agree("the weights after captured updates", digest(own.moving.model))
+    return error < TOLERANCE, notes[0] if notes else f"off by {error:.1e}"
+
+
+def _local_step(world: World) -> LocalStep:
+    model = _network(nn.BatchNorm2d(8)).to(world.device)
+    moving = Moving(
+        model=model,
+        move=PlainMove(build_optimizer(model, Optimizer()), device=world.device),
+        replicas=build_replicas(model, world, bucket=0.001, sharded=False),
+    )
+    return LocalStep(moving, normalise=_normalise(world.device), loss=Loss(CLASSES), regime=REGIME)
+
+
 def _checkpoint(world: World) -> tuple[bool, str]:
     """Write sharded state from every process and read it back, in a folder that all must share."""
     folder = Path(world.once(_shared_folder)) / "checkpoint"
@@ -167,10 +196,11 @@ def _save(state: TrainState, folder: Path, content: dict[str, object], world: Wo
 
 def _update(state: TrainState, images: Tensor, exchange: Replicas | None = None) -> None:
     set_lr(state.optimizer, 0.1)
+    forward = fuse(state.model).model  # as it is trained
     for _ in range(2):
         state.optimizer.zero_grad()
         for batch in exchange.announced([images]) if exchange else [images]:
-            state.model(batch).square().mean().backward()
+            forward(batch).square().mean().backward()
         if exchange:
             exchange.average()
         sharded_step(state.optimizer, exchange if isinstance(exchange, ShardedReplicas) else None)()
@@ -178,7 +208,7 @@ def _update(state: TrainState, images: Tensor, exchange: Replicas | None = None)
 
 def _images(world: World, *, everyone: bool) -> Tensor:
     torch.manual_seed(1)
-    images = torch.randn(world.size * IMAGES, 3, SIZE, SIZE).to(world.device)
+    images = torch.randn(world.size * IMAGES, 3, SIZE, SIZE).to(world.device, memory_format=torch.channels_last)
     return images if everyone else images[world.rank * IMAGES : (world.rank + 1) * IMAGES]
 
 
@@ -263,6 +293,7 @@ CHECKS: dict[str, Check] = {
     "gradients averaged over replicas": _replicas,
     "batch norm over all replicas": _batchnorm,
     "optimizer state sharded over replicas": _sharded,
+    "updates captured as CUDA graphs": _captured,
     "checkpoint of sharded state": _checkpoint,
     "pipeline, grouped": _pipeline("grouped"),
     "pipeline, interleaved": _pipeline("interleaved"),

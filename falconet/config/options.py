@@ -73,11 +73,11 @@ class Data:
     validation_batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images in one forward pass of validation, per replica; the result is exact for any. auto: --micro-batch-size."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Threads that read ahead; 0: read in the loop; auto: one per core, at most 32, or 3 for --decode-device cuda."""
+    """Threads that read ahead; 0: read in the loop; auto: one per core, at most 32; 3 for --decode-device cuda."""
     dataloader_rebatch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images that a thread reads at once; several threads fill one batch. Smaller: less memory, more overhead."""
-    decode_device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where JPEG files are decoded; auto: cpu. `falconet doctor` measures both."""
+    decode_device: Literal["auto", "cpu", "cuda", "both"] = "auto"
+    """Where JPEG files are decoded; both: every second photo on the device; auto: cpu. `falconet doctor` measures."""
     eight_bit_io: bool = True
     """Copy pixels to the device as bytes; otherwise in the compute format, two or four times as many bytes."""
     normalization_location: Literal["host", "device", "none"] = "device"
@@ -286,9 +286,9 @@ class Model:
     norm_num_groups: Annotated[int, AtLeast(1)] = 32
     """Groups of group norm; must divide the channels of every layer."""
     enable_fast_groupnorm: bool = False
-    """Run group norm as a fused kernel on CUDA; groups and checkpoints stay the same."""
+    """Fuse group norm on CUDA in stages and untraceable models too (others always do); checkpoints stay the same."""
     norm_grouping: Literal["contiguous", "strided"] = "contiguous"
-    """Channels of a group: neighbours, or every G-th as in the TensorFlow original (no fused kernel)."""
+    """Channels of a group: neighbours, or every G-th as in the TensorFlow original."""
     disable_stable_batchnorm: bool = False
     """Compute batch norm's variance in one pass: less exact where the mean is far from zero."""
     batchnorm_momentum: Annotated[float, Between(0, 1)] | Auto = "auto"

@@ -1,7 +1,7 @@
 """JPEG files decoded on the device, where it gives the same picture as Pillow; other images on the host."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,18 +9,24 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from falconet.data import native
 from falconet.data.buffers import Batch, Buffers
 from falconet.data.crops import Crops
 from falconet.data.image_files import UnreadableImageError
 from falconet.data.keyed import IntArray
-from falconet.data.readers import Reader
+from falconet.data.native.binding import Workspace
+from falconet.data.readers import Reader, opener
 from falconet.data.storage import BoolArray, PhotoSource
 
 START, END = b"\xff\xd8", b"\xff\xd9"
+LAST = 256  # bytes in which a file's end is looked for first
 BASELINE, SCAN, ADOBE, JFIF = 0xC0, 0xDA, 0xEE, 0xE0
 OTHER_FRAMES = frozenset({*range(0xC1, 0xD0)} - {0xC4, 0xC8, 0xCC})  # extended, progressive, lossless, arithmetic
 # Horizontal and vertical sampling factors of the luminance: 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1.
 SAMPLINGS = frozenset({0x11, 0x21, 0x22, 0x12, 0x41})
+
+
+Bytes = bytes | bytearray | memoryview
 
 
 class Size(NamedTuple):
@@ -28,9 +34,9 @@ class Size(NamedTuple):
     height: int
 
 
-def plain_size(data: bytes | bytearray) -> Size | None:
+def plain_size(data: Bytes) -> Size | None:
     """Width and height of a whole 8-bit baseline JPEG, grey or YCbCr; None for what the host has to decode."""
-    if not data.startswith(START):
+    if data[:2] != START:
         return None
     at, size, adobe, jfif = 2, None, None, False
     named_rgb = False
@@ -44,7 +50,7 @@ def plain_size(data: bytes | bytearray) -> Size | None:
             return None
         if marker == SCAN:
             # The device may give pixels for a truncated file as well: wrong ones.
-            whole = data.rfind(END, at) != -1
+            whole = END in bytes(data[max(at, len(data) - LAST) :]) or END in bytes(data[at:])
             colours = adobe == 0 or (adobe is None and not jfif and named_rgb)
             return size if whole and not colours else None
         if marker == BASELINE:
@@ -60,7 +66,7 @@ def plain_size(data: bytes | bytearray) -> Size | None:
     return None
 
 
-def _frame(frame: bytes | bytearray) -> tuple[Size, bool] | None:
+def _frame(frame: Bytes) -> tuple[Size, bool] | None:
     """The size, and whether the components are named R, G and B."""
     if len(frame) < 6 or frame[0] != 8:
         return None
@@ -100,58 +106,80 @@ class DeviceRows:
     The loader's threads call it. Each has its own stream and waits for it at the end of a part: then the pixels are
     complete and what was decoded may be freed. (Torchvision writes on a stream that torch's allocator does not know, so
     a decoded image must not be freed before the last kernel that reads it is done.)
+
+    Files are read by the native library, if there is one. In Python a file takes about 0.1 ms, mostly with Python's
+    lock: 10,000 per second would leave the training loop no time to launch anything.
     """
 
     dtype = torch.uint8
 
     def __init__(
-        self, device: torch.device, *, source: PhotoSource, crops: Crops, host: Reader, rows: int | None = None
+        self,
+        device: torch.device,
+        *,
+        source: PhotoSource,
+        crops: Crops,
+        host: Reader,
+        rows: int | None = None,
+        shared: bool = False,
     ) -> None:
-        self.size, self.rows = crops.size, rows or PORTION
+        """`shared`: the host decodes every second photo of the source, always the same ones."""
+        self.size, self.rows = crops.size, rows or PORTION * (2 if shared else 1)
         self._device, self._source, self._crops, self._host = device, source, crops, host
+        self._open, self._is_shared = opener(source), shared
         self._thread = threading.local()
 
     def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:
         read = np.ones(len(indices), dtype=np.bool_)
         stream = self._stream()
         with torch.cuda.stream(stream):
-            decoded, left = self._decode(indices)
+            decoded = self._decode(indices)
             if decoded:
                 rows = np.array(list(decoded))
                 self._place(list(decoded.values()), indices[rows], out, rows, epoch)
+            left = [row for row in range(len(indices)) if row not in decoded]
             if left:
-                pixels = np.empty((len(left), *out.shape[1:]), np.uint8)
-                read[left] = self._host.read(indices[left], epoch=epoch, out=pixels)
-                out[torch.tensor(left, device=self._device)] = torch.from_numpy(pixels).to(self._device)
+                pixels = self._scratch(len(left))
+                read[left] = self._host.read(indices[left], epoch=epoch, out=pixels.numpy())
+                out[torch.tensor(left, device=self._device)] = pixels.to(self._device, non_blocking=True)
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps; waiting for a stream spins
         done.record(stream)
         done.synchronize()
         return read
 
-    def _encoded(self, index: int) -> bytearray | None:
-        """The file's bytes; None if it cannot be read, which the host's reader will report."""
-        try:
-            return bytearray(self._source.encoded(index))  # torch expects writable memory
-        except (OSError, UnreadableImageError):
-            return None
-
-    def _decode(self, indices: IntArray) -> tuple[dict[int, Tensor], list[int]]:
-        """The decoded images by row, and the rows left to the host."""
+    def _decode(self, indices: IntArray) -> dict[int, Tensor]:
+        """The images that the device decoded, by row; the others are left to the host."""
+        rows = np.flatnonzero(indices & 1) if self._is_shared else np.arange(len(indices))
+        most = Image.MAX_IMAGE_PIXELS or 2**27
         encoded: dict[int, Tensor] = {}
         sizes: dict[int, tuple[int, int]] = {}
-        for row, index in enumerate(indices.tolist()):
-            data = self._encoded(index)
-            size = plain_size(data) if data else None
-            if data and size and size.width * size.height <= (Image.MAX_IMAGE_PIXELS or 2**27):
-                encoded[row], sizes[row] = torch.frombuffer(data, dtype=torch.uint8), (size.height, size.width)
-        rows = list(encoded)
+        for row, data in zip(rows.tolist(), self._encoded(indices[rows]), strict=True):
+            size = plain_size(data.numpy().data) if data is not None else None
+            if data is not None and size and size.width * size.height <= most:
+                encoded[row], sizes[row] = data, (size.height, size.width)
         images = decode_jpegs(list(encoded.values()), self._device)
-        decoded = {
+        return {
             row: image
-            for row, image in zip(rows, images, strict=True)
+            for row, image in zip(encoded, images, strict=True)
             if image is not None and tuple(image.shape) == (3, *sizes[row])
         }
-        return decoded, [row for row in range(len(indices)) if row not in decoded]
+
+    def _encoded(self, indices: IntArray) -> Iterator[Tensor | None]:
+        """The bytes of each file, until the next call; None if it cannot be read, which the host's reader reports."""
+        workspace = self._workspace()
+        if workspace is None:
+            yield from map(self._read_in_python, indices.tolist())
+        elif len(indices) > 0:
+            self._open(workspace, indices)
+            block, sizes = workspace.encoded(len(indices))
+            yield from (part if len(part) else None for part in torch.split(torch.from_numpy(block), sizes.tolist()))
+
+    def _read_in_python(self, index: int) -> Tensor | None:
+        try:
+            data = bytearray(self._source.encoded(index))  # torch expects writable memory
+        except (OSError, UnreadableImageError):
+            return None
+        return torch.frombuffer(data, dtype=torch.uint8) if data else None
 
     def _place(self, decoded: list[Tensor], indices: IntArray, images: Tensor, rows: IntArray, epoch: int) -> None:
         from falconet.data.gpu_resize import resize_boxes  # Triton, which comes with CUDA
@@ -164,8 +192,23 @@ class DeviceRows:
         if not whole:
             images[torch.from_numpy(rows).to(self._device)] = out
 
+    # Each thread has its own of the following.
+
+    def _scratch(self, count: int) -> Tensor:  # count x S x S x 3
+        """Pinned memory for what the host decodes, used again after each part."""
+        kept: Tensor | None = getattr(self._thread, "pixels", None)
+        if kept is None or len(kept) < count:
+            shape = (count + count // 4, self.size, self.size, 3)  # a little more, so that other parts fit too
+            kept = self._thread.pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        return kept[:count]
+
+    def _workspace(self) -> Workspace | None:
+        library = native.library()
+        if library is not None and not hasattr(self._thread, "workspace"):
+            self._thread.workspace = Workspace(library)
+        return getattr(self._thread, "workspace", None)
+
     def _stream(self) -> torch.cuda.Stream:
-        """One per thread."""
         if not hasattr(self._thread, "stream"):
             self._thread.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream: torch.cuda.Stream = self._thread.stream

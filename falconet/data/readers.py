@@ -160,7 +160,7 @@ class NativeReader:
 
     def __init__(self, source: PhotoSource, *, library: Library, crops: Crops, pillow: "PillowReader") -> None:
         self.size, self._crops = crops.size, crops
-        self._open = file_opener(source) if isinstance(source, FileSource) else shard_opener(source)
+        self._open = opener(source)
         self._library, self._pillow = library, pillow
         made = crops.preprocessing
         self._filter = FILTERS[made.interpolation] if made.antialias else Filter.SAMPLED
@@ -194,7 +194,12 @@ class NativeReader:
         return workspace
 
 
-def file_opener(source: FileSource) -> Opener:
+def opener(source: PhotoSource) -> Opener:
+    """Reads the encoded images of a source into a workspace."""
+    return _file_opener(source) if isinstance(source, FileSource) else _shard_opener(source)
+
+
+def _file_opener(source: FileSource) -> Opener:
     root = os.fsencode(source.root) + b"/"
 
     def path(index: int) -> bytes:  # FileSource.path as bytes: a third of a microsecond, not four
@@ -203,7 +208,7 @@ def file_opener(source: FileSource) -> Opener:
     return lambda workspace, indices: workspace.open([path(index) for index in indices.tolist()])
 
 
-def shard_opener(source: ShardSource) -> Opener:
+def _shard_opener(source: ShardSource) -> Opener:
     places = source.places
 
     def opened(workspace: Workspace, indices: IntArray) -> tuple[SizeArray, StatusArray]:

@@ -333,7 +333,7 @@ COMMON: tuple[Old, ...] = (
         None,
         "norm-grouping",
         fast_groupnorm,
-        "strided: every G-th channel in a group, as in the original; ours is a kernel for neighbouring channels",
+        "strided: every G-th channel in a group, as in the original",
     ),
     becomes(
         "--batchnorm-momentum", "number", "0.1", "batchnorm-momentum", batchnorm_momentum, "the same; auto by default"

@@ -14,7 +14,7 @@ merges the programs' sums in a fixed order: no atomics, so the same input always
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from falconet.numerics.kernels import FUSED
+
+if TYPE_CHECKING:
+    from falconet.models.span_kernels import Spanning
 
 TILE = 4096  # elements of a pass over all of them: rows by channels
 SUMMED = 2048  # elements of a pass that sums, which keeps its sums in registers
@@ -31,7 +34,7 @@ LEAST = 4  # tiles for each of them
 MERGED = 8  # channels of a program that merges
 CHUNK = 256  # sums that it reads at a time
 ACTIVATIONS = {"none": 0, "relu": 1, "silu": 2, "hard_swish": 3, "relu6": 4}
-SIZES = ["count", "joined", "tiles", "sums", "elements"]  # compiled once for all values
+SIZES = ["count", "units", "joined", "tiles", "sums", "elements"]  # compiled once for all values
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no assembly
 
 
@@ -157,11 +160,25 @@ def _merge_moments(partial, x, weight, bias, running_mean, running_variance, bat
     """The norm's numbers from the programs' sums, and the running statistics. `count`: values of a channel."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
+    mean, variance = merged_moments(partial, x, count, sums, columns, inside, channels, CHUNK, COLUMNS)
+    store_numbers(mean, variance, count, weight, bias, running_mean, running_variance, batches, statistics,
+                  columns, inside, channels, eps, momentum, TRACKS)  # fmt: skip
+
+
+@triton.jit
+def merged_moments(partial, x, count, sums, columns, inside, channels, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Mean and variance, from the programs' sums."""
     first, second = _merged(partial, 1, sums, columns, inside, channels, CHUNK, COLUMNS)
     offset = first / count
     variance = tl.maximum(second / count - offset * offset, 0.0)
     mean = offset + tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
-    variance = tl.where(mean == mean, variance, mean)  # a maximum drops NaN
+    return mean, tl.where(mean == mean, variance, mean)  # a maximum drops NaN
+
+
+@triton.jit
+def store_numbers(mean, variance, count, weight, bias, running_mean, running_variance, batches, statistics,
+                  columns, inside, channels, eps, momentum, TRACKS: tl.constexpr):  # fmt: skip
+    """Factor, bias, mean and 1 / deviation; moves the running statistics."""
     inverse = 1.0 / tl.sqrt(variance + eps)
     factor = tl.load(weight + columns, mask=inside, other=0.0) * inverse
     tl.store(statistics + columns, factor, mask=inside)
@@ -202,9 +219,15 @@ def _normalise(y, statistics, shortcut, shortcut_statistics, z, bits, count, uni
         v += s
     tl.store(z + offsets, activated(v, ACT).to(z.dtype.element_ty), mask=inside)
     if KEEPS:
-        eights = tl.reshape((v > 0.0).to(tl.int32), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
-        places, kept = bits_of(rows, count, channels * joined, COLUMNS)
-        tl.store(bits + places, tl.sum(eights, 2).to(tl.uint8), mask=kept)
+        store_signs(bits, v, rows, count, channels * joined, ROWS, COLUMNS)
+
+
+@triton.jit
+def store_signs(bits, v, rows, count, wide, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a tile, eight in a byte."""
+    eights = tl.reshape((v > 0.0).to(tl.int32), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
+    places, kept = bits_of(rows, count, wide, COLUMNS)
+    tl.store(bits + places, tl.sum(eights, 2).to(tl.uint8), mask=kept)
 
 
 @triton.jit
@@ -217,7 +240,7 @@ def bits_of(rows, count, wide, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
+def gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
               ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr,
               ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """The gradient of the sum of norm and shortcut, and y, for one tile. KEPT: the signs are read, not found from y."""
@@ -251,7 +274,7 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, shortcut, shortcut_statistic
         third = tl.zeros((ROWS, COLUMNS), tl.float32)
     for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), loop_unroll_factor=1 if STORES else 2):
         rows, offsets, inside = tile_of(tiles - 1 - number, count, wide, columns, there, ROWS)
-        d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
+        d, v = gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
                          ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
         if STORES:
             stored = d.to(g.dtype.element_ty)
@@ -304,7 +327,7 @@ def _spread_gradients(dz, dz2, y, bits, statistics, slopes, dy, shortcut, shortc
     columns, channel, there = columns_of(channels, joined, COLUMNS)
     rows, offsets, inside = tile_of(tl.program_id(0), count, wide, columns, there, ROWS)
     factor, bias, mean = numbers_of(statistics, channel, channels, there)
-    d, v = _gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
+    d, v = gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
                      ACT, TWO, KEPT, ROWS, COLUMNS)  # fmt: skip
     tl.store(dy + offsets, sloped(d, v, slopes, channel, channels, there).to(dy.dtype.element_ty), mask=inside)
     if DOWN:
@@ -436,16 +459,29 @@ class Running(NamedTuple):
     momentum: float
 
 
-def statistics(x: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float) -> Tensor:
+def statistics(
+    x: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float, span: "Spanning | None" = None
+) -> Tensor:
     """4 x C: weight / deviation, bias, mean, 1 / deviation; moves the running statistics."""
     summed = Table.of(x).summed(MOMENTS)
     partial = summed.partial(2, x.device)
     _sum_moments[summed.grid](x, partial, **summed.constants)
-    return numbers(x, partial, weight, bias, running, eps=eps)
+    return numbers(x, partial, weight, bias, running, eps=eps, span=span)
 
 
-def numbers(x: Tensor, partial: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float) -> Tensor:
+def numbers(
+    x: Tensor,
+    partial: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running: Running | None,
+    *,
+    eps: float,
+    span: "Spanning | None" = None,
+) -> Tensor:
     """What `statistics` finds, from sums of x and of its square around its first row, by program."""
+    if span is not None:
+        return span.numbers(x, partial, weight, bias, running, eps=eps)
     table, found = Table.of(x), torch.empty((4, x.shape[1]), device=x.device)
     mean, variance, batches, momentum = running or (found, found, found, 0.0)
     grid, constants = merging(table, partial.shape[1])
@@ -505,7 +541,14 @@ class Slopes(NamedTuple):
 
 
 def sum_gradients(
-    dz: Tensor, y: Tensor, found: Tensor, *, act: str, dz2: Tensor | None = None, added: Added | None = None
+    dz: Tensor,
+    y: Tensor,
+    found: Tensor,
+    *,
+    act: str,
+    dz2: Tensor | None = None,
+    added: Added | None = None,
+    span: "Spanning | None" = None,
 ) -> tuple[Reached, Slopes, Slopes | None]:
     """What reaches the norm, its slopes and those of the shortcut's norm; dz + dz2 is the result's gradient.
 
@@ -523,8 +566,8 @@ def sum_gradients(
         dz, dz2 if two else dz, y, bits if kept else dz, g, found, other, other_statistics, partial,
         ACT=kind, TWO=two, KEPT=kept, STORES=stores, DOWN=down, **summed.constants,
     )  # fmt: skip
-    own = Slopes(*merged(partial, 1, found, summed.merged))
-    others = Slopes(*merged(partial, 2, other_statistics, summed.merged)) if down else None
+    own = Slopes(*merged(partial, 1, found, summed.merged, span))
+    others = Slopes(*merged(partial, 2, other_statistics, summed.merged, span)) if down else None
     return Reached(g) if stores else Reached(dz, dz2, bits, act), own, others
 
 
@@ -549,11 +592,14 @@ def spread_gradients(
     return dy, dother
 
 
-def merged(partial: Tensor, line: int, found: Tensor, how: Merged) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Gradients of weight and bias, and the slopes."""
-    channels = partial.shape[-1]
-    dweight, dbias = torch.empty((2, channels), device=found.device).unbind()
-    slopes = torch.empty((4, channels), device=found.device)
+def merged(
+    partial: Tensor, line: int, found: Tensor, how: Merged, span: "Spanning | None" = None
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Gradients of weight and bias, which are this replica's, and the slopes."""
+    gradients = torch.empty((2, partial.shape[-1]), device=found.device)
+    slopes = torch.empty((4, partial.shape[-1]), device=found.device)
     grid, constants = how
-    _merge_gradients[grid](partial, line, found, slopes, dweight, dbias, **constants)
-    return (dweight, dbias), slopes
+    _merge_gradients[grid](partial, line, found, slopes, *gradients, **constants)
+    if span is not None:
+        span.mend_slopes(slopes, gradients, found)
+    return tuple(gradients), slopes

@@ -9,6 +9,7 @@ the norm's input and sum what both directions need of it: neither the activation
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -33,9 +34,12 @@ from falconet.models.batchnorm_kernels import (
 )
 from falconet.numerics.kernels import FUSED
 
+if TYPE_CHECKING:
+    from falconet.models.span_kernels import Spanning
+
 PROGRAMS = 2112  # of a pass that sums each image: 16 for each multiprocessor of an H100; a constant: it changes bits
 SUMMED = 1024  # elements of such a pass, which keeps three sums in registers
-SIZES = ["count", "joined", "in_image", "parts", "images", "scale"]  # compiled once for all values
+SIZES = ["count", "units", "joined", "in_image", "parts", "images", "sums", "scale"]  # compiled once for all values
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -166,6 +170,7 @@ class Excitation:
     y: Tensor
     found: Tensor  # the norm's statistics
     act: str
+    span: "Spanning | None" = None
 
     @cached_property
     def table(self) -> Images:
@@ -209,7 +214,7 @@ class Excitation:
         partial = torch.empty((2, table.images, table.channels), device=dz.device)
         elements = table.images * table.channels
         _weigh_images[(-(-elements // 1024),)](*sums, gate, dmean, partial, elements, scale, SIZE=1024, **FUSED)
-        own, slopes = merged(partial, 1, self.found, merging(table, table.images))
+        own, slopes = merged(partial, 1, self.found, merging(table, table.images), self.span)
         dy = torch.empty_like(self.y)
         grid, constants = table.walked
         _spread_excited[grid](

@@ -16,6 +16,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from falconet.errors import ConfigError
 from falconet.models.fused_layers import ACTIVATIONS, FusedExcitation, FusedNorm, FusedPool, PaddedStem
 from falconet.models.fusion import copied, fuse_norms, layer_of, stem_of
+from falconet.models.groupnorm import FusedGroupNorm
 from falconet.numerics.segments import trace
 
 # Known by name: timm takes two seconds to import, and the CIFAR networks do not need it.
@@ -45,12 +46,14 @@ class Folding:
 
 @torch.no_grad()
 def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
-    """A copy of the model that computes in `dtype`; the model itself if it cannot be traced, or has no batch norm.
+    """A copy of the model that computes in `dtype`; the model itself if it cannot be traced, or has no such norm.
 
-    The copy has the weights of this moment. They are folded in fp32 and rounded once.
+    The copy has the weights of this moment. They are folded in fp32 and rounded once. Group norms cannot be folded, but
+    on CUDA they are fused with what follows them.
     """
     norms = sum(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
-    if not norms:
+    fuses = any(isinstance(layer, nn.GroupNorm) and _is_on_cuda(layer) for layer in model.modules())
+    if not norms and not fuses:
         return Folding(model, 0, 0)
     try:
         traced = trace(model, training=False)
@@ -59,7 +62,7 @@ def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
     made = fuse_norms(_without_training(traced)).model
     stem = stem_of(made)
     folded = sum(_fold_at(made, node, dtype) for node in [*made.graph.nodes])
-    if not folded:
+    if not folded and not (fuses and any(isinstance(layer, FusedGroupNorm) for layer in made.modules())):
         return Folding(model, 0, norms)
     for target in {str(node.target) for node in made.graph.nodes if node.op == "call_module"}:
         layer = made.get_submodule(target)
@@ -69,6 +72,10 @@ def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
     made.recompile()
     made.delete_all_unused_submodules()
     return Folding(made.eval(), folded, norms, *_input_of(made, stem))
+
+
+def _is_on_cuda(layer: nn.Module) -> bool:
+    return any(weight.is_cuda for weight in layer.parameters())
 
 
 def _input_of(made: fx.GraphModule, stem: fx.Node | None) -> tuple[torch.dtype, int] | tuple[()]:

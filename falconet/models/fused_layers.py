@@ -15,7 +15,12 @@ from falconet.models import pointwise
 
 if TYPE_CHECKING:
     from falconet.models.batchnorm_kernels import Reached, Running, Slopes
+    from falconet.models.span_kernels import Spanning
+    from falconet.parallel.batchnorm import Span
 
+# Torch's and timm's; SpanBatchNorm2d and so on, over several replicas; and ours of one pass over the input: the kernels
+# take one for the variance, too, around the first pixel instead of 0.
+NORMS = ("BatchNorm2d", "BatchNormAct2d", "OnePassBatchNorm2d")
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Identity: "none",
     nn.ReLU: "relu",
@@ -27,14 +32,14 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 
 def can_fuse(norm: nn.BatchNorm2d) -> bool:
     """Whether the kernels compute what the layer does; a norm of timm's may have an activation."""
-    if getattr(norm, "aa", None) is not None or type(norm).__name__ not in ("BatchNorm2d", "BatchNormAct2d"):
+    if getattr(norm, "aa", None) is not None or type(norm).__name__.removeprefix("Span") not in NORMS:
         return False
     plain = norm.affine and norm.track_running_stats and norm.momentum is not None and not norm._forward_hooks
     return plain and type(getattr(norm, "drop", nn.Identity())) is nn.Identity and own_activation(norm) is not None
 
 
-def own_activation(norm: nn.BatchNorm2d) -> str | None:
-    """The name of the activation that a norm of timm's has, "none" for others; None: unknown here."""
+def own_activation(norm: nn.Module) -> str | None:
+    """The name of the activation that a norm of timm's or ours has, "none" for others; None: unknown here."""
     act: nn.Module = getattr(norm, "act", nn.Identity())
     return ACTIVATIONS.get(type(act))
 
@@ -42,8 +47,8 @@ def own_activation(norm: nn.BatchNorm2d) -> str | None:
 def fits(y: Tensor, *norms: nn.BatchNorm2d) -> bool:
     """Whether the kernels can take this input.
 
-    Norms may change after they were fused: frozen for a while, they keep their statistics; over a span, other replicas
-    have a part in them. Such norms run as they are, and so do those of one value, which torch refuses.
+    Norms may change after they were fused: frozen for a while, they keep their statistics. Such norms run as they are,
+    and so do those of one value, which torch refuses.
     """
     dense = y.is_cuda and y.is_contiguous(memory_format=torch.channels_last) and y.numel() > y.shape[1]
     return dense and all(norm.training and can_fuse(norm) for norm in norms)
@@ -104,7 +109,7 @@ def _joined(conv: nn.Conv2d | None, norm: nn.BatchNorm2d, x: Tensor) -> tuple[Te
     """The weight of a convolution that is left to the norm's kernels and its input, or None and its result."""
     if conv is None:
         return None, x
-    return (conv.weight, x) if pointwise.fits(conv, x) and fits(x, norm) else (None, conv(x))
+    return (conv.weight, x) if fits(x, norm) and pointwise.fits(conv, x) else (None, conv(x))
 
 
 def _convolved(weight: Tensor | None, x: Tensor) -> Tensor:
@@ -172,7 +177,9 @@ class FusedExcitation(nn.Module):
 def _statistics(y: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     from falconet.models import batchnorm_kernels  # Triton comes with CUDA only
 
-    found: Tensor = batchnorm_kernels.statistics(y, norm.weight, norm.bias, _running(norm), eps=norm.eps)
+    found: Tensor = batchnorm_kernels.statistics(
+        y, norm.weight, norm.bias, _running(norm), eps=norm.eps, span=_spanning(norm)
+    )
     return found
 
 
@@ -186,7 +193,17 @@ def _running(norm: nn.BatchNorm2d) -> "Running":
     return batchnorm_kernels.Running(norm.running_mean, norm.running_var, norm.num_batches_tracked, norm.momentum)
 
 
-def _first(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _spanning(norm: nn.BatchNorm2d) -> "Spanning | None":
+    """How a norm sums over the replicas of its span; None: this replica alone."""
+    span: Span | None = getattr(norm, "span", None)
+    if span is None:
+        return None
+    from falconet.models.span_kernels import Spanning
+
+    return Spanning(span)
+
+
+def dense_gradients(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The gradients of both results, of which one may not have been used."""
     from falconet.models import batchnorm_kernels
 
@@ -267,19 +284,19 @@ class _Norm(torch.autograd.Function):
             shortcut_found=None if other is None else other.found,
         )
         ctx.save_for_backward(*own, *(other or (None,) * len(own)), bits)
-        ctx.act, ctx.adds = layer.kind, shortcut is not None
+        ctx.act, ctx.adds, ctx.span = layer.kind, shortcut is not None, _spanning(layer.norm)
         return (z, z.view_as(z)) if layer.forks else z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
         from falconet.models import batchnorm_kernels
 
-        dz, dz2 = _first(dz, dz2)
+        dz, dz2 = dense_gradients(dz, dz2)
         *saved, bits = ctx.saved_tensors
         own, other = _Branch(*saved[:4]), _Branch(*saved[4:]) if saved[4] is not None else None
         added = batchnorm_kernels.Added(other and other.y, other and other.found, bits) if ctx.adds else None
         reached, slopes, other_slopes = batchnorm_kernels.sum_gradients(
-            dz, own.y, own.found, act=ctx.act, dz2=dz2, added=added
+            dz, own.y, own.found, act=ctx.act, dz2=dz2, added=added, span=ctx.span
         )
         if other is None or other_slopes is None:
             return (*own.backward(reached, slopes), reached.dz if ctx.adds else None, None, None, None, None)
@@ -306,20 +323,19 @@ class _Branch(NamedTuple):
         if weight is None:
             return cls(x, _statistics(x, norm), None, None)
         y, partial = pointwise_kernels.forward(x, weight)
-        found = batchnorm_kernels.numbers(y, partial, norm.weight, norm.bias, _running(norm), eps=norm.eps)
+        found = batchnorm_kernels.numbers(
+            y, partial, norm.weight, norm.bias, _running(norm), eps=norm.eps, span=_spanning(norm)
+        )
         return cls(y, found, x, weight)
 
     def backward(self, reached: "Reached", slopes: "Slopes") -> tuple[Tensor | None, ...]:
         """Gradients of the input, of the convolution's weight, and of the norm's weight and bias."""
-        from falconet.models import batchnorm_kernels, pointwise_kernels
+        from falconet.models import batchnorm_kernels
 
         given = (reached, self.y, self.found, slopes.found)
         if self.x is None or self.weight is None:
             return (batchnorm_kernels.spread_gradients(*given)[0], None, *slopes.own)
-        if pointwise_kernels.can_go_back(*self.weight.shape[1::-1]):
-            return (*pointwise_kernels.backward(*given, self.x, self.weight), *slopes.own)
-        dy, _ = batchnorm_kernels.spread_gradients(*given)
-        return (*pointwise.plain_backward(dy, self.x, self.weight), *slopes.own)
+        return (*pointwise.backward(*given, self.x, self.weight), *slopes.own)
 
 
 class _Pool(torch.autograd.Function):
@@ -338,14 +354,15 @@ class _Pool(torch.autograd.Function):
         found = _statistics(y, layer.norm)
         z, *won = pool_kernels.forward(y, found)
         ctx.save_for_backward(y, found, *won)
+        ctx.span = _spanning(layer.norm)
         return (z, z.view_as(z)) if layer.forks else z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
         from falconet.models import pool_kernels
 
-        dz, dz2 = _first(dz, dz2)
-        return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2), None)
+        dz, dz2 = dense_gradients(dz, dz2)
+        return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2, span=ctx.span), None)
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -374,6 +391,7 @@ class _Excitation(torch.autograd.Function):
             gate = layer.excite(mean)
         ctx.save_for_backward(y, norm.found, sums)
         ctx.act, ctx.mean, ctx.gate, ctx.parameters = layer.kind, mean, gate, parameters
+        ctx.span = _spanning(layer.norm)
         z: Tensor = norm.apply(gate.detach().contiguous())
         return z
 
@@ -382,7 +400,7 @@ class _Excitation(torch.autograd.Function):
         from falconet.models.excitation_kernels import Excitation
 
         y, found, sums = ctx.saved_tensors
-        (dz, _), norm = _first(dz, None), Excitation(y, found, ctx.act)
+        (dz, _), norm = dense_gradients(dz, None), Excitation(y, found, ctx.act, ctx.span)
         back = norm.gate_sums(dz)
         dgate = back[0, :, :, None, None].to(ctx.gate.dtype)
         dmean, *others = torch.autograd.grad(ctx.gate, (ctx.mean, *ctx.parameters), dgate)

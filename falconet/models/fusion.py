@@ -1,4 +1,4 @@
-"""Find the batch norms of a model that run as one operation with what follows them."""
+"""Find the norms of a model that run as one operation with what follows them."""
 
 import operator
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from falconet.models import depthwise, grouped, pointwise
+from falconet.models import depthwise, grouped, groupnorm, pointwise
 from falconet.models.fused_layers import (
     ACTIVATIONS,
     FusedExcitation,
@@ -19,8 +19,10 @@ from falconet.models.fused_layers import (
     can_pool,
     own_activation,
 )
+from falconet.models.groupnorm import FusedGroupNorm
 from falconet.numerics.segments import trace
 
+Norm = nn.BatchNorm2d | nn.GroupNorm
 _ADDS = (operator.add, operator.iadd, torch.add)
 _PRODUCTS = (operator.mul, operator.imul, torch.mul)
 _FUNCTIONS = {
@@ -47,7 +49,7 @@ def fuse(model: nn.Module) -> Fusion:
     found = fuse_norms(model)
     traced = found.model
     for node in [*traced.graph.nodes]:
-        if isinstance(layer_of(traced, node), FusedNorm | FusedPool):
+        if isinstance(layer_of(traced, node), FusedNorm | FusedGroupNorm | FusedPool):
             _fork(traced, node)
             _replace_mean(traced, node)
     _join_convolutions(traced)
@@ -69,7 +71,7 @@ def fuse_norms(model: nn.Module) -> Fusion:
         if norm is not None and len(node.users) > 0:
             fused += _fuse_from(traced, node, norm)
     traced.recompile()
-    norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    norms = sum(isinstance(module, Norm) for module in model.modules())
     return Fusion(traced, fused, norms)
 
 
@@ -84,8 +86,10 @@ def layer_of(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     return traced.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-def _norm(traced: fx.GraphModule, node: fx.Node) -> nn.BatchNorm2d | None:
+def _norm(traced: fx.GraphModule, node: fx.Node) -> Norm | None:
     layer = layer_of(traced, node)
+    if isinstance(layer, nn.GroupNorm):
+        return layer if groupnorm.can_fuse(layer) else None
     return layer if isinstance(layer, nn.BatchNorm2d) and can_fuse(layer) else None
 
 
@@ -120,7 +124,7 @@ class _Pattern:
     norms: int = 1
 
 
-def _fuse_from(traced: fx.GraphModule, node: fx.Node, norm: nn.BatchNorm2d) -> int:
+def _fuse_from(traced: fx.GraphModule, node: fx.Node, norm: Norm) -> int:
     """Put a fused layer in the place of a norm and what follows it; returns how many norms it holds."""
     has_activation = own_activation(norm) != "none"
     found = (None if has_activation else _sum(traced, node, norm)) or _activated(traced, node, norm)
@@ -133,7 +137,7 @@ def _fuse_from(traced: fx.GraphModule, node: fx.Node, norm: nn.BatchNorm2d) -> i
     return found.norms
 
 
-def _sum(traced: fx.GraphModule, node: fx.Node, norm: nn.BatchNorm2d) -> _Pattern | None:
+def _sum(traced: fx.GraphModule, node: fx.Node, norm: Norm) -> _Pattern | None:
     """The norm and what is added to it, perhaps rectified; None: nothing is added."""
     addition = _only_user(node)
     if addition is None or addition.target not in _ADDS or addition.kwargs:
@@ -141,23 +145,23 @@ def _sum(traced: fx.GraphModule, node: fx.Node, norm: nn.BatchNorm2d) -> _Patter
     shortcut = _other(addition, node)
     if shortcut is None:
         return None
-    other = _norm(traced, shortcut)
-    if other is not None and (own_activation(other) != "none" or _only_user(shortcut) is not addition):
-        other = None
     act = _activation(traced, _only_user(addition))
     act = act if type(act) is nn.ReLU else None  # others would need the sum itself
-    return _Pattern(
-        FusedNorm(norm, act=act, shortcut_norm=other),
-        (_input(node), shortcut if other is None else _input(shortcut)),
-        addition if act is None else next(iter(addition.users)),
-        norms=1 if other is None else 2,
-    )
+    last = addition if act is None else next(iter(addition.users))
+    if isinstance(norm, nn.GroupNorm):
+        return _Pattern(FusedGroupNorm(norm, act=act), (_input(node), shortcut), last)
+    other = _norm(traced, shortcut)
+    if not isinstance(other, nn.BatchNorm2d) or own_activation(other) != "none" or len(shortcut.users) > 1:
+        return _Pattern(FusedNorm(norm, act=act), (_input(node), shortcut), last)
+    return _Pattern(FusedNorm(norm, act=act, shortcut_norm=other), (_input(node), _input(shortcut)), last, norms=2)
 
 
-def _activated(traced: fx.GraphModule, node: fx.Node, norm: nn.BatchNorm2d) -> _Pattern:
+def _activated(traced: fx.GraphModule, node: fx.Node, norm: Norm) -> _Pattern:
     """The norm and its activation, if it has one, and what is done with that: pooled, or weighted for each image."""
     act = _activation(traced, _only_user(node)) if own_activation(norm) == "none" else None
     last = node if act is None else next(iter(node.users))
+    if isinstance(norm, nn.GroupNorm):
+        return _Pattern(FusedGroupNorm(norm, act=act), (_input(node),), last)
     excited, pooling = _excitation(traced, last), _only_user(last)
     pool = layer_of(traced, pooling) if pooling is not None else None
     if excited is not None:
@@ -283,7 +287,7 @@ def _fork(traced: fx.GraphModule, node: fx.Node) -> None:
     if len(users) != 2 or not all(_takes_whole(traced, user) for user in users):
         return
     layer = traced.get_submodule(str(node.target))
-    assert isinstance(layer, FusedNorm | FusedPool)
+    assert isinstance(layer, FusedNorm | FusedGroupNorm | FusedPool)
     layer.forks = True
     with traced.graph.inserting_after(node):
         halves = [traced.graph.call_function(operator.getitem, (node, number)) for number in (1, 0)]
@@ -293,4 +297,5 @@ def _fork(traced: fx.GraphModule, node: fx.Node) -> None:
 
 def _takes_whole(traced: fx.GraphModule, user: fx.Node) -> bool:
     """Whether a layer gives back a gradient that is a tensor of its own, and changes nothing in place."""
-    return isinstance(layer_of(traced, user), nn.Conv2d | FusedNorm) or user.target in (operator.add, torch.add)
+    whole = isinstance(layer_of(traced, user), nn.Conv2d | FusedNorm | FusedGroupNorm)
+    return whole or user.target in (operator.add, torch.add)

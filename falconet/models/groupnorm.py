@@ -1,12 +1,19 @@
-"""Group norm, and TensorFlow's strided groups: fused for channels-last memory on CUDA, torch's elsewhere."""
+"""Group norm, and TensorFlow's strided groups: fused for channels-last memory on CUDA, torch's elsewhere.
+
+On CUDA a norm is two passes over memory forward and two backward, with what follows it: a residual sum, an activation,
+or a proxy norm in its place. `models/fusion.py` finds them in a model.
+"""
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from falconet.models.fused_layers import ACTIVATIONS, dense_gradients, own_activation
+from falconet.models.proxynorm import ProxyNorm, fits, wide
+from falconet.numerics.precision import uncast
 
 
 class _Followed(nn.GroupNorm, ABC):
@@ -20,7 +27,10 @@ class _Followed(nn.GroupNorm, ABC):
         self.act: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
-        out: Tensor = self.act(self.drop(self.normalise(x)))
+        if fits(x) and can_fuse(self):
+            out: Tensor = _apply(x, self)
+        else:
+            out = self.act(self.drop(self.normalise(x)))
         return out
 
     @abstractmethod
@@ -51,23 +61,25 @@ class StridedGroupNorm(_Followed):
 
 def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """The fused kernel where it can run, otherwise the plain function that it equals."""
-    if _fits(x):
-        return _fused(x, groups, weight, bias, eps=eps, strided=False)
+    if fits(x):
+        y: Tensor = _fused(x, weight, bias, _How(groups, eps=eps, strided=False))
+        return y
     return plain_group_norm(x, groups, weight, bias, eps=eps)
 
 
 def strided_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """The same for the groups c mod G."""
-    if _fits(x):
-        return _fused(x, groups, weight, bias, eps=eps, strided=True)
+    if fits(x):
+        y: Tensor = _fused(x, weight, bias, _How(groups, eps=eps, strided=True))
+        return y
     return plain_strided_group_norm(x, groups, weight, bias, eps=eps)
 
 
 def plain_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """Torch's group norm, computed in fp32 and rounded once."""
     with uncast(x):
-        wide = [None if parameter is None else parameter.float() for parameter in (weight, bias)]
-        return functional.group_norm(x.float(), groups, wide[0], wide[1], eps).to(x.dtype)
+        scale, shift = (None if parameter is None else wide(parameter) for parameter in (weight, bias))
+        return functional.group_norm(wide(x), groups, scale, shift, eps).to(x.dtype)
 
 
 def plain_strided_group_norm(
@@ -97,40 +109,134 @@ class _Shuffle(torch.autograd.Function):
         return _Shuffle.apply(dy, ctx.second, ctx.first), None, None
 
 
-def uncast(x: Tensor) -> AbstractContextManager[object]:
-    """Turn autocast off, except on meta tensors, which it does not support; footprints and stage shapes use those."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+_NORMS = ("GroupNorm", "GroupNormAct", "FastGroupNorm", "StridedGroupNorm")  # the first of torch, and of timm
 
 
-def _fits(x: Tensor) -> bool:
-    return x.is_cuda and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
+def can_fuse(norm: nn.GroupNorm) -> bool:
+    """Whether the kernels compute what the layer does; a norm of timm's or ours may have an activation."""
+    if type(norm).__name__ not in _NORMS or norm._forward_hooks:
+        return False
+    return type(getattr(norm, "drop", nn.Identity())) is nn.Identity and (
+        own_activation(norm) is not None or _proxy(norm) is not None
+    )
 
 
-def _fused(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float, strided: bool) -> Tensor:
-    # The kernel takes both; a missing one is replaced by ones or zeros that get no gradient.
-    weight = torch.ones(x.shape[1], device=x.device) if weight is None else weight
-    bias = torch.zeros(x.shape[1], device=x.device) if bias is None else bias
-    y: Tensor = FusedGroupNorm.apply(x, groups, weight, bias, eps, strided)
-    return y
+def _proxy(norm: nn.GroupNorm) -> ProxyNorm | None:
+    """In the place of the activation of a norm without scale and shift."""
+    act = getattr(norm, "act", None)
+    return act if isinstance(act, ProxyNorm) and act.recompute and norm.weight is None and norm.bias is None else None
 
 
-class FusedGroupNorm(torch.autograd.Function):
-    """Three kernels forward and three backward; the input is the only large tensor saved."""
+class FusedGroupNorm(nn.Module):
+    """act(norm(y) + shortcut), where the norm may have an activation itself, or a proxy norm.
+
+    Returns it twice if two layers take it: their gradients are then added in the norm's own pass.
+    """
+
+    def __init__(self, norm: nn.GroupNorm, *, act: nn.Module | None = None) -> None:
+        """`act`: what follows, if the norm has no activation itself."""
+        super().__init__()
+        self.norm, self.forks = norm, False
+        self.act = nn.Identity() if act is None else act
+
+    def saved(self, y: Tensor, shortcut: Tensor | None = None) -> list[Tensor]:
+        """What the backward pass keeps, but for numbers of an image's groups."""
+        keeps = shortcut is not None and type(self.act) is nn.ReLU
+        return [y, *([y.new_empty(-(-y.numel() // 8), dtype=torch.uint8)] if keeps else [])]
+
+    def forward(self, y: Tensor, shortcut: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        taken = fits(y) and can_fuse(self.norm)
+        if taken and (shortcut is None or (fits(shortcut) and shortcut.shape == y.shape)):
+            kind = None if type(self.act) is nn.Identity else ACTIVATIONS[type(self.act)]
+            fused: Tensor | tuple[Tensor, Tensor] = _apply(y, self.norm, act=kind, shortcut=shortcut, forks=self.forks)
+            return fused
+        z = self.norm(y)
+        if shortcut is not None:
+            z = z + shortcut
+        z = self.act(z)
+        return (z, z) if self.forks else z
+
+
+class _How(NamedTuple):
+    """What a fused norm computes."""
+
+    groups: int
+    eps: float
+    strided: bool
+    act: str = "none"
+    forks: bool = False
+
+
+def _apply(
+    y: Tensor, norm: nn.GroupNorm, *, act: str | None = None, shortcut: Tensor | None = None, forks: bool = False
+) -> Any:
+    """The norm and what follows it, in the kernels; `act`: None: its own activation."""
+    proxy, how = _proxy(norm), _How(norm.num_groups, norm.eps, isinstance(norm, StridedGroupNorm), forks=forks)
+    if proxy is None:
+        how = how._replace(act=act or own_activation(norm) or "none")
+        return _fused(y, norm.weight, norm.bias, how, shortcut)
+    how = how._replace(act=proxy.activation)
+    return _ProxiedNorm.apply(y, proxy.factors(), proxy.samples, proxy.eps, how)
+
+
+def _fused(y: Tensor, weight: Tensor | None, bias: Tensor | None, how: _How, shortcut: Tensor | None = None) -> Any:
+    # The kernels take both; a missing one is replaced by ones or zeros that get no gradient.
+    weight = torch.ones(y.shape[1], device=y.device) if weight is None else weight
+    bias = torch.zeros(y.shape[1], device=y.device) if bias is None else bias
+    return _Norm.apply(y, weight, bias, shortcut, how)
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps its input, two numbers for each group of an image and, where a sum is rectified, its signs as bits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, strided: bool) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, how: _How
+    ) -> Tensor | tuple[Tensor, Tensor]:
         from falconet.models import groupnorm_kernels  # Triton comes with CUDA only
 
-        y, mean, rstd = groupnorm_kernels.forward(x, groups, weight, bias, eps, strided=strided)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.groups, ctx.strided = groups, strided
-        return y
+        found = groupnorm_kernels.statistics(y, how.groups, strided=how.strided, eps=how.eps)
+        z, bits = groupnorm_kernels.GroupNorm(y, found, weight, bias, how.act, how.strided).apply(shortcut)
+        ctx.save_for_backward(y, found, weight, bias, bits)
+        ctx.how, ctx.adds = how, shortcut is not None
+        return (z, z.view_as(z)) if how.forks else z
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
         from falconet.models import groupnorm_kernels
 
-        x, weight, mean, rstd = ctx.saved_tensors
-        dy = dy.contiguous(memory_format=torch.channels_last)
-        dx, dweight, dbias = groupnorm_kernels.backward(x, dy, ctx.groups, weight, mean, rstd, strided=ctx.strided)
-        return dx, None, dweight.to(weight.dtype), dbias.to(weight.dtype), None, None
+        dz, dz2 = dense_gradients(dz, dz2)
+        y, found, weight, bias, bits = ctx.saved_tensors
+        norm = groupnorm_kernels.GroupNorm(y, found, weight, bias, ctx.how.act, ctx.how.strided)
+        back = norm.backward(dz, dz2=dz2, adds=ctx.adds, bits=bits)
+        return back.input, *back.parameters.to(weight.dtype).unbind(), back.shortcut, None
+
+
+class _ProxiedNorm(torch.autograd.Function):
+    """A norm without scale and shift, and its proxy norm; keeps its input, and numbers of groups and channels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, factors: Tensor, samples: Tensor, eps: float, how: _How
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        from falconet.models import groupnorm_kernels, proxynorm_kernels
+
+        found = groupnorm_kernels.statistics(y, how.groups, strided=how.strided, eps=how.eps)
+        moments = proxynorm_kernels.moments(factors, samples, how.act, eps)
+        norm = groupnorm_kernels.GroupNorm(y, found, factors[0], factors[1], how.act, how.strided, moments)
+        z, _ = norm.apply()
+        ctx.save_for_backward(y, found, factors, samples, moments)
+        ctx.how = how
+        return (z, z.view_as(z)) if how.forks else z
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        from falconet.models import groupnorm_kernels, proxynorm_kernels
+
+        dz, dz2 = dense_gradients(dz, dz2)
+        y, found, factors, samples, moments = ctx.saved_tensors
+        act, strided = ctx.how.act, ctx.how.strided
+        norm = groupnorm_kernels.GroupNorm(y, found, factors[0], factors[1], act, strided, moments)
+        back = norm.backward(dz, dz2=dz2)
+        dfactors = proxynorm_kernels.factor_gradients(factors, samples, moments, back.parameters, act)
+        return back.input, dfactors.to(factors.dtype), None, None, None

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -195,7 +196,7 @@ def move_once(model: nn.Module, *, micro_batches: int) -> None:
     counts = [0, 0]  # micro-batches of this update; of one that is only captured, which may be given up
 
     def begin(module: nn.Module, inputs: Any) -> None:
-        if not module.training:
+        if not module.training or isinstance(inputs[0], FakeTensor):  # a pass that computes nothing
             return
         captures = inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()
         done = counts[captures] = counts[captures] % micro_batches + 1

@@ -1,12 +1,26 @@
-"""1 x 1 convolutions that are computed together with the batch norm after them, where that takes less time."""
+"""1 x 1 convolutions that are computed together with the batch norm after them, where that takes less time.
 
+Triton was seen to compile such kernels to wrong results for some widths. So each one is tried in every process before
+it is used, on noise, which takes about a millisecond. On tensors without memory a trial launches its kernels, so that
+they are compiled ahead, and decides nothing.
+"""
+
+import warnings
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from falconet.models.batchnorm_kernels import Reached, Running
 
 INPUTS, OUTPUTS = 256, 1024  # channels, at most: with more, cuDNN's convolution and a pass for the sums are as fast
-SHARED = 220_000  # bytes of shared memory that a program may need: an H100 has more, other GPUs have half of it
+NOISE = 1 << 24  # elements of the larger tensor that a kernel is tried on
+AGREE = 0.02  # relative difference to the plain layers, at most: several times bf16's, a tenth of a wrong result's
+SHARED = 220_000  # bytes of shared memory that a program may need; an H100 has more
 
 
 def can_compute(conv: nn.Conv2d) -> bool:
@@ -31,7 +45,10 @@ def fits(conv: nn.Conv2d, x: Tensor) -> bool:
     dense = x.is_cuda and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
     halves = x.dtype in (torch.float16, torch.bfloat16)
     same = x.dtype == (torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else conv.weight.dtype)
-    return dense and halves and same and _has_room(x.device)
+    if not (dense and halves and same and _has_room(x.device)):
+        return False
+    variant = (*conv.weight.shape[:2], x.dtype, conv.weight.dtype, x.device)
+    return bool(_forward_trial(*_tensors(*variant))) if isinstance(x, FakeTensor) else _tried_forward(*variant)
 
 
 @cache
@@ -46,9 +63,103 @@ def shape_after(weight: Tensor | None, x: Tensor) -> torch.Size:
     return x.shape if weight is None else torch.Size((x.shape[0], weight.shape[0], *x.shape[2:]))
 
 
-def plain_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight by cuDNN."""
+def backward(
+    reached: "Reached", y: Tensor, found: Tensor, slopes: Tensor, x: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight."""
+    from falconet.models import pointwise_kernels
+
+    outputs, inputs = weight.shape[:2]
+    if pointwise_kernels.can_go_back(inputs, outputs):
+        how, variant = (reached.act, reached.dz2 is not None), (outputs, inputs, x.dtype, weight.dtype, x.device)
+        fake = isinstance(x, FakeTensor)
+        if _backward_trial(*_tensors(*variant), *how) if fake else _tried_backward(*how, *variant):
+            both: tuple[Tensor, Tensor] = pointwise_kernels.backward(reached, y, found, slopes, x, weight)
+            return both
+    return _plain_backward(reached, y, found, slopes, x, weight)
+
+
+def _plain_backward(
+    reached: "Reached", y: Tensor, found: Tensor, slopes: Tensor, x: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The norm's gradient stored, and then cuDNN's two."""
+    from falconet.models import batchnorm_kernels
+
+    dy, _ = batchnorm_kernels.spread_gradients(reached, y, found, slopes)
     dx, dw, _ = torch.ops.aten.convolution_backward(
         dy, x, weight.to(x.dtype), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False]
     )
     return dx, dw.to(weight.dtype)
+
+
+Pairs = list[tuple[Tensor, Tensor]]  # what our kernels compute, and what the layers do
+
+
+@cache
+def _tried_forward(outputs: int, inputs: int, *facts: Any) -> bool:
+    """Whether the kernel computes what cuDNN and a pass for the sums do."""
+    return _agree(*_forward_trial(*_noise(outputs, inputs, *facts)), what=f"{inputs} to {outputs} channels")
+
+
+def _forward_trial(x: Tensor, weight: Tensor, _: Tensor) -> Pairs:
+    from falconet.models import batchnorm_kernels, pointwise_kernels
+
+    one, zero, running = _numbers(len(weight), x.device)
+    y, partial = pointwise_kernels.forward(x, weight)
+    found = batchnorm_kernels.numbers(y, partial, one, zero, running, eps=1e-5)
+    plain = functional.conv2d(x, weight.to(x.dtype))
+    expected = batchnorm_kernels.statistics(plain, one, zero, running, eps=1e-5)
+    return [(y, plain), (found[0], expected[0])]
+
+
+@cache
+def _tried_backward(act: str, two: bool, outputs: int, inputs: int, *facts: Any) -> bool:
+    """Whether the kernel computes what a pass for the norm's gradient and cuDNN do."""
+    pairs = _backward_trial(*_noise(outputs, inputs, *facts), act, two)
+    return _agree(*pairs, what=f"the gradients of {inputs} to {outputs} channels")
+
+
+def _backward_trial(x: Tensor, weight: Tensor, dz: Tensor, act: str, two: bool) -> Pairs:
+    from falconet.models import batchnorm_kernels, pointwise_kernels
+
+    one, zero, running = _numbers(len(weight), x.device)
+    y = functional.conv2d(x, weight.to(x.dtype))
+    found = batchnorm_kernels.statistics(y, one, zero, running, eps=1e-5)
+    reached, slopes, _ = batchnorm_kernels.sum_gradients(dz, y, found, act=act, dz2=dz.flip(0) if two else None)
+    given = (reached, y, found, slopes.found, x, weight)
+    return list(zip(pointwise_kernels.backward(*given), _plain_backward(*given), strict=True))
+
+
+def _tensors(
+    outputs: int, inputs: int, dtype: torch.dtype, weights: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """An input, a weight and a gradient, so large that every program has several tiles, except of many channels."""
+    images = max(8, NOISE // (1024 * max(inputs, outputs)))
+
+    def made(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=of, device=device, memory_format=torch.channels_last)
+
+    return made(images, inputs, 32, 32), made(outputs, inputs, 1, 1, of=weights), made(images, outputs, 32, 32)
+
+
+def _noise(*facts: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, dz = _tensors(*facts)
+    noise = torch.Generator(x.device).manual_seed(0)
+    return x.normal_(generator=noise), weight.normal_(generator=noise), dz.normal_(generator=noise)
+
+
+def _numbers(channels: int, device: torch.device) -> "tuple[Tensor, Tensor, Running]":
+    """A norm's weight, bias and running statistics; with the latter, its kernels are those of an update."""
+    from falconet.models import batchnorm_kernels
+
+    one, zero = torch.ones(channels, device=device), torch.zeros(channels, device=device)
+    batches = torch.zeros((), dtype=torch.int64, device=device)
+    return one, zero, batchnorm_kernels.Running(zero.clone(), one.clone(), batches, 0.1)
+
+
+def _agree(*pairs: tuple[Tensor, Tensor], what: str) -> bool:
+    errors = [((ours - plain).float().norm() / plain.float().norm()).item() for ours, plain in pairs]
+    if all(error < AGREE for error in errors):  # never if one is not a number
+        return True
+    warnings.warn(f"this version of Triton compiles {what} to wrong results; cuDNN computes them", stacklevel=2)
+    return False

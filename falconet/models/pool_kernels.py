@@ -7,6 +7,8 @@ norm are five eighths of its bytes.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202, N803
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,9 @@ from falconet.models.batchnorm_kernels import (
     tile_of,
 )
 from falconet.numerics.kernels import FUSED
+
+if TYPE_CHECKING:
+    from falconet.models.span_kernels import Spanning
 
 TILED = 1024  # elements of a tile
 SIZES = ["count", "height", "width", "tiles", "joined"]  # compiled once for all values
@@ -152,7 +157,14 @@ def forward(y: Tensor, found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(
-    dz: Tensor, y: Tensor, found: Tensor, winners: Tensor, before: Tensor, *, dz2: Tensor | None = None
+    dz: Tensor,
+    y: Tensor,
+    found: Tensor,
+    winners: Tensor,
+    before: Tensor,
+    *,
+    dz2: Tensor | None = None,
+    span: "Spanning | None" = None,
 ) -> Gradients:
     """dz + dz2 is the result's gradient."""
     g, dy, summed = torch.empty_like(dz), torch.empty_like(y), Table.of(dz).summed(GRADIENTS)
@@ -161,7 +173,7 @@ def backward(
         dz, dz if dz2 is None else dz2, winners, before, g, found, partial,
         TWO=dz2 is not None, **summed.constants,
     )  # fmt: skip
-    own, slopes = merged(partial, 1, found, merging(Table.of(y), partial.shape[1]))
+    own, slopes = merged(partial, 1, found, merging(Table.of(y), partial.shape[1]), span)
     grid, constants = _walked(y)
     _spread_pooled[grid](g, y, winners, slopes, dy, **constants)
     return Gradients(dy, *own)

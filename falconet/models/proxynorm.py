@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from falconet.config.options import Model
 from falconet.errors import ConfigError
-from falconet.models.groupnorm import uncast
+from falconet.numerics.precision import uncast
 
 SAMPLES = 200  # quantiles that represent the Gaussian, as in the original
 Activation = Literal["silu", "relu"]
@@ -44,9 +44,11 @@ class ProxyNorm(_NormBase):
 
     def forward(self, x: Tensor) -> Tensor:  # N x C x H x W
         compute = recomputed_proxy_norm if self.recompute else plain_proxy_norm
-        factors = torch.stack((self.weight, self.bias, self.proxy_scale, self.proxy_shift))
         with uncast(x):
-            return compute(x, factors, self.samples, activation=self.activation, eps=self.eps)
+            return compute(x, self.factors(), self.samples, activation=self.activation, eps=self.eps)
+
+    def factors(self) -> Tensor:  # 4 x C
+        return torch.stack((self.weight, self.bias, self.proxy_scale, self.proxy_shift))
 
 
 def apply(model: nn.Module, *, eps: float, recompute: bool) -> None:
@@ -76,9 +78,9 @@ def quantiles() -> list[float]:
 
 
 def proxy_moments(factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> tuple[Tensor, Tensor]:
-    """Each channel's mean and 1 / deviation of the activation; `factors`: 4 x C, as `ProxyNorm` stacks them."""
-    weight, bias, scale, shift = _wide(factors).unsqueeze(2)  # C x 1 each
-    inputs = weight * ((1 + scale) * _wide(samples) + shift) + bias  # C x samples
+    """Each channel's mean and 1 / deviation of the activation; `factors`: a proxy norm's."""
+    weight, bias, scale, shift = wide(factors).unsqueeze(2)  # C x 1 each
+    inputs = weight * ((1 + scale) * wide(samples) + shift) + bias  # C x samples
     variance, mean = torch.var_mean(_activated(inputs, activation), dim=1, correction=0)
     return mean, torch.rsqrt(variance + eps)
 
@@ -86,20 +88,25 @@ def proxy_moments(factors: Tensor, samples: Tensor, *, activation: Activation, e
 def plain_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> Tensor:
     """The formula; torch saves two more tensors of the input's size for the backward pass."""
     mean, rstd = proxy_moments(factors, samples, activation=activation, eps=eps)
-    weight, bias = _wide(factors[:2])
-    y = (_activated(_wide(x) * _spread(weight) + _spread(bias), activation) - _spread(mean)) * _spread(rstd)
+    weight, bias = wide(factors[:2])
+    y = (_activated(wide(x) * _spread(weight) + _spread(bias), activation) - _spread(mean)) * _spread(rstd)
     return y.to(x.dtype)
 
 
 def recomputed_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> Tensor:
     """The same, saving only the input; fused for channels-last memory on CUDA."""
     y: Tensor
-    fits = x.is_cuda and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
-    if fits and not torch.compiler.is_compiling():  # the compiler fuses it anyway
+    if fits(x) and not torch.compiler.is_compiling():  # the compiler fuses it anyway
         y = FusedProxyNorm.apply(x, factors, samples, activation, eps)
     else:
         y = Recomputed.apply(x, factors, samples, activation, eps)
     return y
+
+
+def fits(x: Tensor) -> bool:
+    """Whether the kernels of norms, which compute in fp32, can take this input."""
+    dense = x.is_cuda and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return dense and x.numel() > 0 and x.dtype != torch.float64
 
 
 class Recomputed(torch.autograd.Function):
@@ -110,20 +117,20 @@ class Recomputed(torch.autograd.Function):
         moments = torch.stack(proxy_moments(factors, samples, activation=activation, eps=eps))
         ctx.save_for_backward(x, factors, samples, moments)
         ctx.activation = activation
-        weight, bias, mean, rstd = (_spread(vector) for vector in (*_wide(factors[:2]), *moments))
-        return ((_activated(_wide(x) * weight + bias, activation) - mean) * rstd).to(x.dtype)
+        weight, bias, mean, rstd = (_spread(vector) for vector in (*wide(factors[:2]), *moments))
+        return ((_activated(wide(x) * weight + bias, activation) - mean) * rstd).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, factors, samples, moments = ctx.saved_tensors
-        weight, bias, mean, rstd = (_spread(vector) for vector in (*_wide(factors[:2]), *moments))
-        wide, given = _wide(x), _wide(dy)
-        inputs = wide * weight + bias
+        weight, bias, mean, rstd = (_spread(vector) for vector in (*wide(factors[:2]), *moments))
+        values, given = wide(x), wide(dy)
+        inputs = values * weight + bias
         centred = _activated(inputs, ctx.activation) - mean
         slope = given * rstd * _derivative(inputs, ctx.activation)  # of the affine input
         dmoments = torch.stack([(-given * rstd).sum(_PIXELS), (given * centred).sum(_PIXELS)])
         dfactors = _through_moments(factors, samples, moments, dmoments, activation=ctx.activation)
-        dfactors[0] += (slope * wide).sum(_PIXELS)
+        dfactors[0] += (slope * values).sum(_PIXELS)
         dfactors[1] += slope.sum(_PIXELS)
         return (slope * weight).to(x.dtype), dfactors.to(factors.dtype), None, None, None
 
@@ -132,10 +139,10 @@ def _through_moments(
     factors: Tensor, samples: Tensor, moments: Tensor, dmoments: Tensor, *, activation: Activation
 ) -> Tensor:
     """Gradients of the factors, 4 x C, from those of the moments, 2 x C."""
-    weight, bias, scale, shift = _wide(factors).unsqueeze(2)
+    weight, bias, scale, shift = wide(factors).unsqueeze(2)
     mean, rstd = moments.unsqueeze(2)
     dmean, drstd = dmoments.unsqueeze(2)
-    points = _wide(samples)
+    points = wide(samples)
     proxies = (1 + scale) * points + shift  # C x samples
     inputs = weight * proxies + bias
     dvariance = -0.5 * drstd * rstd**3
@@ -152,7 +159,7 @@ class FusedProxyNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, factors: Tensor, samples: Tensor, activation: Activation, eps: float) -> Tensor:
         from falconet.models import proxynorm_kernels  # Triton comes with CUDA only
 
-        y, moments = proxynorm_kernels.forward(x, factors, samples, activation == "silu", eps)
+        y, moments = proxynorm_kernels.forward(x, factors, samples, activation, eps)
         ctx.save_for_backward(x, factors, samples, moments)
         ctx.activation = activation
         return y
@@ -163,7 +170,7 @@ class FusedProxyNorm(torch.autograd.Function):
 
         x, factors, samples, moments = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
-        dx, dfactors = proxynorm_kernels.backward(x, dy, factors, samples, moments, ctx.activation == "silu")
+        dx, dfactors = proxynorm_kernels.backward(x, dy, factors, samples, moments, ctx.activation)
         return dx, dfactors.to(factors.dtype), None, None, None
 
 
@@ -181,7 +188,8 @@ def _derivative(values: Tensor, activation: Activation) -> Tensor:
     return chance * (1 + values * (1 - chance))
 
 
-def _wide(values: Tensor) -> Tensor:
+def wide(values: Tensor) -> Tensor:
+    """In fp32, or in fp64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

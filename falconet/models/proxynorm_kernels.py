@@ -8,29 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from falconet.models.batchnorm_kernels import ACTIVATIONS, activated, passed
 from falconet.numerics.kernels import FUSED
 
 TILE = 4096  # elements, of whole channels: pixels by channels
 CHANNELS = 128  # of a tile, at most: 256 bytes of fp16 in a row
 TILES = 8  # that one program of the backward pass handles in turn, to write their sums once
 PROXIED = 8  # channels whose moments one program computes
-
-
-@triton.jit
-def _activated(values, SILU: tl.constexpr):
-    if SILU:
-        return values / (1.0 + tl.exp(-values))
-    else:  # noqa: RET505, Triton compiles one of the two
-        return tl.maximum(values, 0.0)
-
-
-@triton.jit
-def _derivative(values, SILU: tl.constexpr):
-    if SILU:
-        chance = 1.0 / (1.0 + tl.exp(-values))
-        return chance * (1.0 + values * (1.0 - chance))
-    else:  # noqa: RET505
-        return tl.where(values > 0.0, 1.0, 0.0)
 
 
 @triton.jit
@@ -54,9 +38,9 @@ def _proxies(factors, samples, count, channels, ROWS: tl.constexpr, SAMPLES: tl.
 
 @triton.jit
 def _moments(factors, samples, moments, count, channels, eps,
-             SILU: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr):  # fmt: skip
+             ACT: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr):  # fmt: skip
     rows, inside, _p, _w, _q, inputs = _proxies(factors, samples, count, channels, ROWS, SAMPLES)
-    values = tl.where(inside, _activated(inputs, SILU), 0.0)
+    values = tl.where(inside, activated(inputs, ACT), 0.0)
     mean = tl.sum(values, 1) / count
     around = tl.where(inside, values - mean[:, None], 0.0)
     variance = tl.sum(around * around, 1) / count
@@ -66,14 +50,14 @@ def _moments(factors, samples, moments, count, channels, eps,
 
 @triton.jit
 def _moments_slopes(factors, samples, moments, sums, dfactors, count, channels,
-                    SILU: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr):  # fmt: skip
+                    ACT: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr):  # fmt: skip
     """Gradients of the factors, through the elements and through the moments."""
     rows, inside, points, weight, proxies, inputs = _proxies(factors, samples, count, channels, ROWS, SAMPLES)
     mean, rstd = _factor(moments, 0, rows, channels), _factor(moments, 1, rows, channels)
     dmean, drstd = _factor(sums, 2, rows, channels), _factor(sums, 3, rows, channels)
     dvariance = -0.5 * drstd * rstd * rstd * rstd
-    slopes = (dmean[:, None] + 2.0 * dvariance[:, None] * (_activated(inputs, SILU) - mean[:, None])) / count
-    slopes = tl.where(inside, slopes * _derivative(inputs, SILU), 0.0)
+    slopes = (dmean[:, None] + 2.0 * dvariance[:, None] * (activated(inputs, ACT) - mean[:, None])) / count
+    slopes = tl.where(inside, passed(inputs, slopes, ACT), 0.0)
     exists = rows < channels
     through_weight = _factor(sums, 0, rows, channels) + tl.sum(slopes * proxies, 1)
     through_bias = _factor(sums, 1, rows, channels) + tl.sum(slopes, 1)
@@ -85,7 +69,7 @@ def _moments_slopes(factors, samples, moments, sums, dfactors, count, channels,
 
 @triton.jit
 def _elements(x, y, factors, moments, pixels, channels,
-              SILU: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+              ACT: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = (rows < pixels)[:, None] & (columns < channels)[None, :]
@@ -93,13 +77,13 @@ def _elements(x, y, factors, moments, pixels, channels,
     weight, bias = _factor(factors, 0, columns, channels)[None, :], _factor(factors, 1, columns, channels)[None, :]
     mean, rstd = _factor(moments, 0, columns, channels)[None, :], _factor(moments, 1, columns, channels)[None, :]
     values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-    result = (_activated(values * weight + bias, SILU) - mean) * rstd
+    result = (activated(values * weight + bias, ACT) - mean) * rstd
     tl.store(y + offsets, result.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _slopes(x, dy, dx, factors, moments, sums, pixels, channels,
-            SILU: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+            ACT: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """The input's gradient, and for some tiles the sums that give the gradients of weight, bias, mean and rstd."""
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = columns < channels
@@ -114,12 +98,12 @@ def _slopes(x, dy, dx, factors, moments, sums, pixels, channels,
         values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
         given = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)  # 0 outside, and so is everything below
         inputs = values * weight + bias
-        slope = given * rstd * _derivative(inputs, SILU)
+        slope = passed(inputs, given * rstd, ACT)
         tl.store(dx + offsets, (slope * weight).to(dx.dtype.element_ty), mask=inside)
         dweight += tl.sum(slope * values, 0)
         dbias += tl.sum(slope, 0)
         dmean -= tl.sum(given * rstd, 0)
-        drstd += tl.sum(given * (_activated(inputs, SILU) - mean), 0)
+        drstd += tl.sum(given * (activated(inputs, ACT) - mean), 0)
     place = sums + tl.program_id(0) * 4 * channels + columns
     tl.store(place, dweight, mask=exists)
     tl.store(place + channels, dbias, mask=exists)
@@ -127,39 +111,46 @@ def _slopes(x, dy, dx, factors, moments, sums, pixels, channels,
     tl.store(place + 3 * channels, drstd, mask=exists)
 
 
-def forward(x: Tensor, factors: Tensor, samples: Tensor, silu: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """The output, and each channel's mean and 1 / deviation, 2 x C, fp32."""
-    pixels, channels = x.numel() // x.shape[1], x.shape[1]
-    moments = factors.new_empty(2, channels, dtype=torch.float32)
-    count, rows = samples.numel(), triton.cdiv(channels, PROXIED)
-    _moments[(rows,)](
-        factors, samples, moments, count, channels, eps,
-        SILU=silu, ROWS=PROXIED, SAMPLES=triton.next_power_of_2(count), **FUSED,
+def moments(factors: Tensor, samples: Tensor, act: str, eps: float) -> Tensor:
+    """Each channel's mean and 1 / deviation of the activation, 2 x C, fp32."""
+    channels, count = factors.shape[1], samples.numel()
+    found = factors.new_empty(2, channels, dtype=torch.float32)
+    _moments[(triton.cdiv(channels, PROXIED),)](
+        factors, samples, found, count, channels, eps,
+        ACT=ACTIVATIONS[act], ROWS=PROXIED, SAMPLES=triton.next_power_of_2(count), **FUSED,
     )  # fmt: skip
-    y = torch.empty_like(x)
-    tile = _tile(pixels, channels)
+    return found
+
+
+def factor_gradients(factors: Tensor, samples: Tensor, found: Tensor, sums: Tensor, act: str) -> Tensor:
+    """4 x C, fp32; `sums`: gradients of weight and bias through the elements, and those of the moments `found`."""
+    channels, count = factors.shape[1], samples.numel()
+    dfactors = torch.empty_like(sums)
+    _moments_slopes[(triton.cdiv(channels, PROXIED),)](
+        factors, samples, found, sums, dfactors, count, channels,
+        ACT=ACTIVATIONS[act], ROWS=PROXIED, SAMPLES=triton.next_power_of_2(count), **FUSED,
+    )  # fmt: skip
+    return dfactors
+
+
+def forward(x: Tensor, factors: Tensor, samples: Tensor, act: str, eps: float) -> tuple[Tensor, Tensor]:
+    """The output, and the moments."""
+    pixels, channels = x.numel() // x.shape[1], x.shape[1]
+    found, y, tile = moments(factors, samples, act, eps), torch.empty_like(x), _tile(pixels, channels)
     grid = (triton.cdiv(pixels, tile["PIXELS"]), triton.cdiv(channels, tile["CHANNELS"]))
-    _elements[grid](x, y, factors, moments, pixels, channels, SILU=silu, **tile)
-    return y, moments
+    _elements[grid](x, y, factors, found, pixels, channels, ACT=ACTIVATIONS[act], **tile)
+    return y, found
 
 
-def backward(
-    x: Tensor, dy: Tensor, factors: Tensor, samples: Tensor, moments: Tensor, silu: bool
-) -> tuple[Tensor, Tensor]:
+def backward(x: Tensor, dy: Tensor, factors: Tensor, samples: Tensor, found: Tensor, act: str) -> tuple[Tensor, Tensor]:
     """Gradients of the input and of the factors, the latter in fp32."""
     pixels, channels = x.numel() // x.shape[1], x.shape[1]
     tile = _tile(pixels, channels)
     grid = (triton.cdiv(pixels, tile["PIXELS"] * TILES), triton.cdiv(channels, tile["CHANNELS"]))
     sums = factors.new_empty(grid[0], 4, channels, dtype=torch.float32)
     dx = torch.empty_like(x)
-    _slopes[grid](x, dy, dx, factors, moments, sums, pixels, channels, SILU=silu, TILES=TILES, **tile)
-    dfactors = factors.new_empty(4, channels, dtype=torch.float32)
-    count = samples.numel()
-    _moments_slopes[(triton.cdiv(channels, PROXIED),)](
-        factors, samples, moments, sums.sum(0), dfactors, count, channels,
-        SILU=silu, ROWS=PROXIED, SAMPLES=triton.next_power_of_2(count), **FUSED,
-    )  # fmt: skip
-    return dx, dfactors
+    _slopes[grid](x, dy, dx, factors, found, sums, pixels, channels, ACT=ACTIVATIONS[act], TILES=TILES, **tile)
+    return dx, factor_gradients(factors, samples, found, sums.sum(0), act)
 
 
 def _tile(pixels: int, channels: int) -> dict[str, int]:

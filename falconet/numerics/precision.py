@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Literal
@@ -109,6 +110,11 @@ REGIMES = {
         Regime("bf16.bf16", torch.bfloat16, torch.bfloat16),
     )
 }
+
+
+def uncast(x: Tensor) -> AbstractContextManager[object]:
+    """Turn autocast off, except on meta tensors, which it does not support; footprints and stage shapes use those."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def automatic(kind: Literal["cpu", "cuda"]) -> Literal["bf16.32", "32.32"]:

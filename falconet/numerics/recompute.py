@@ -5,6 +5,7 @@ import copy
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from falconet.errors import ConfigError
@@ -88,23 +90,81 @@ class _Segment:
     piece: fx.GraphModule
     norms: tuple[_BatchNorm, ...]
     random: bool
-    single: bool  # one layer: its inputs and outputs are stored, so there is nothing to recompute
+    single: bool  # one layer that keeps nothing but its inputs and outputs: there is nothing to recompute
 
     @classmethod
     def of(cls, piece: fx.GraphModule) -> "_Segment":
         norms = tuple(module for module in piece.modules() if isinstance(module, _BatchNorm))
-        return cls(piece, norms, is_random(piece), sum(node.op != "get_attr" for node in computed(piece)) == 1)
+        layers = [node for node in computed(piece) if node.op != "get_attr"]
+        single = len(layers) == 1 and not any(map(_is_two, piece.modules()))
+        return cls(piece, norms, is_random(piece), single)
 
     def __call__(self, *values: Any) -> Any:
         if self.single:
             return self.piece(*values)
-        # The compiler updates statistics once anyway, and does not allow contexts.
-        compiling = torch.compiler.is_compiling()
-        context: dict[str, Any] = (
-            {} if compiling else {"context_fn": lambda: (contextlib.nullcontext(), _statistics_aside(self.norms))}
+        if torch.compiler.is_compiling():  # it updates statistics once anyway, and does not allow contexts
+            return checkpoint(self.piece, *values, use_reentrant=False, preserve_rng_state=self.random)
+        # A captured graph cannot set the generator back, so it keeps what was drawn, as few as one number per image.
+        keeps = self.random and _is_capturing(values)
+        return checkpoint(
+            self.piece,
+            *values,
+            use_reentrant=False,
+            preserve_rng_state=self.random and not keeps,
+            context_fn=lambda: self._contexts(keeps),
         )
-        # Saving the random state reads the device's generator, which a captured graph does not allow.
-        return checkpoint(self.piece, *values, use_reentrant=False, preserve_rng_state=self.random, **context)
+
+    def _contexts(self, keeps: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Of the first run and of the second."""
+        drawn: list[Any] = []
+        again = _DrawnBefore(drawn) if keeps else contextlib.nullcontext()
+        return _Drawn(drawn) if keeps else contextlib.nullcontext(), _both(_statistics_aside(self.norms), again)
+
+
+def _is_two(layer: nn.Module) -> bool:
+    """Whether it is a norm with the convolution before it, whose result it keeps."""
+    return isinstance(getattr(layer, "norm", None), _BatchNorm) and isinstance(getattr(layer, "conv", None), nn.Conv2d)
+
+
+@contextlib.contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _is_capturing(values: Iterable[Any]) -> bool:
+    """Whether a CUDA graph is; the current stream of a device without a driver cannot be asked."""
+    on_device = any(isinstance(value, Tensor) and value.is_cuda for value in values)
+    return on_device and torch.cuda.is_current_stream_capturing()
+
+
+class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the results of random operations."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._kept.append(_pytree.tree_map(torch.clone, result))  # the layer may change it
+        return result
+
+
+class _DrawnBefore(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives random operations the results that were kept, in the same order."""
+
+    def __init__(self, kept: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._used = kept, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        kept = self._kept[self._used]
+        self._used += 1
+        return args[0].copy_(kept) if func._schema.is_mutable else kept
 
 
 @contextlib.contextmanager

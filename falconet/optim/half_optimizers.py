@@ -14,6 +14,7 @@ from falconet.numerics.kernels import update_rules
 from falconet.numerics.kernels.tensor_table import Control, Group, Tables, is_dense, same_layout
 from falconet.numerics.rounding import SMALLEST, Nearest, Part, Rounding, Stochastic, Store
 
+SMALL = 64  # elements of a weight that no model has
 PIECE = 1 << 15  # elements updated at a time on a CPU, so that the fp32 copies stay in its cache
 
 Arithmetic = Callable[..., tuple[Tensor, ...]]
@@ -62,6 +63,27 @@ class HalfOptimizer(torch.optim.Optimizer, ABC):
                 # A list of tensors: a single tensor would be read as a number, which the host waits for.
                 torch._foreach_add_([self.state[p]["step"] for p in params], [taken] * len(params))
             update(group, params)
+
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        """Launch the kernels of an update on a small weight of each type, which leaves nothing behind."""
+        tables, self._tables = self._tables, Tables()
+        small: list[Tensor] = []
+        try:
+            for group in self.param_groups:
+                types = dict.fromkeys((p.dtype, p.device) for p in group["params"])
+                params = [torch.zeros(SMALL, dtype=dtype, device=device) for dtype, device in types]
+                small += params
+                for p in params:
+                    p.grad, self.parts[p] = torch.zeros_like(p), Part(0)
+                self._fill_slots(params, self.slots(group))
+                if self._fuses and params:
+                    self._fused(group, params)
+        finally:
+            self._tables = tables
+            for p in small:
+                self.state.pop(p, None)
+                self.parts.pop(p, None)
 
     @abstractmethod
     def slots(self, group: dict[str, Any]) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""Batch norm over the batches of several replicas, on CPU and CUDA (torch's SyncBatchNorm refuses CPU tensors)."""
+"""Batch norm over the batches of several replicas, on CPU and CUDA (torch's SyncBatchNorm refuses CPU tensors).
+
+In a fused model, `models/span_kernels.py` computes it on CUDA.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -10,6 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from falconet.errors import ConfigError
@@ -24,15 +28,17 @@ class Span:
     world: Processes
     group: dist.ProcessGroup
 
-    def gathered(self, values: Tensor) -> Tensor:  # N -> replicas x N
+    def gathered(self, values: Tensor) -> Tensor:  # N -> replicas x N, in their order
         everyone = values.new_empty(self.group.size() * values.numel())
-        with self.world.waiting("sharing batch norm's statistics"):
-            dist.all_gather_into_tensor(everyone, values, group=self.group)
+        if not isinstance(values, FakeTensor):  # a pass that computes nothing
+            with self.world.waiting("sharing batch norm's statistics"):
+                dist.all_gather_into_tensor(everyone, values, group=self.group)
         return everyone.view(self.group.size(), -1)
 
     def summed(self, values: Tensor) -> Tensor:
-        with self.world.waiting("sharing batch norm's gradients"):
-            dist.all_reduce(values, group=self.group)
+        if not isinstance(values, FakeTensor):
+            with self.world.waiting("sharing batch norm's gradients"):
+                dist.all_reduce(values, group=self.group)
         return values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -48,14 +54,20 @@ def span_batchnorm(model: nn.Module, grid: Grid, *, span: int) -> nn.Module:
     if replicas % span:
         raise ConfigError(f"batch norm over {span} replicas: expected a divisor of {replicas}, the number of replicas")
     assert isinstance(grid.world, Processes)
-    own = Span(grid.world, _own_group(grid.world, grid.spans(span)))
+    return over(model, Span(grid.world, _own_group(grid.world, grid.spans(span))))
+
+
+def over(model: nn.Module, span: Span) -> nn.Module:
+    """Change every batch norm of `model`, in place, to one over these replicas."""
     kinds = _kinds()
     for name, layer in model.named_modules():
         if type(layer) in kinds:
             layer.__class__ = kinds[type(layer)]  # keeps its parameters and buffers
-            layer.span = own
+            layer.span = span
         elif isinstance(layer, _BatchNorm):
-            raise ConfigError(f"layer '{name}' is a {type(layer).__name__}, which cannot span {span} replicas")
+            raise ConfigError(
+                f"layer '{name}' is a {type(layer).__name__}, which cannot span {span.group.size()} replicas"
+            )
     return model
 
 

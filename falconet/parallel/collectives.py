@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 import traceback
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from falconet import exits
 from falconet.errors import ConfigError, DeviceError, SaidElsewhereError, UserError, WorldError, memory_shortage
 from falconet.parallel import environment, meeting, network
 from falconet.parallel.environment import Place
@@ -34,7 +37,9 @@ SILENCE = 2.5  # seconds without one after which a process counts as lost, not b
 PATIENCE = 6.0  # seconds to read the states of the others twice
 GRACE = 30.0  # seconds from the end of the launcher to ours, however busy we are
 GAVE_UP = " (gave up)"
+MARGIN = 2 * PATIENCE  # seconds for the main thread to report a time-out itself
 COURTESY = 3.0  # seconds for the process that failed first to be seen
+REGISTERS = "NCCL_GRAPH_REGISTER"  # NCCL's own variable
 
 
 class Folder:
@@ -248,6 +253,9 @@ class Processes(World):
     def vote(self) -> Callable[[bool], bool]:
         return _Vote(self)
 
+    def replay_watch(self) -> Callable[[], None]:
+        return _ReplayWatch(self)
+
     def heeds(self, is_asked: Callable[[], bool]) -> None:
         self.alive.is_asked = is_asked
 
@@ -261,19 +269,26 @@ class Processes(World):
         try:
             yield
         except RuntimeError as error:  # gloo and NCCL have no class for a time-out
-            if memory_shortage(error) is not None:
-                raise  # an error of this process
+            if memory_shortage(error) is not None or self._captures:
+                raise  # an error of this process: a capture sends nothing and waits for no other
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise self.alive.timed_out(self.timeout) from error
             raise self.alive.lost(operation, error) from error
         self.alive.doing = before
+
+    @property
+    def _captures(self) -> bool:
+        try:
+            return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # an earlier error of the device's
+            return False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Leave together; after an error, do not wait for the others, who will notice and stop too."""
         if error is None:
             self.barrier("ending the run")
             self.alive.close()
-            dist.destroy_process_group()
+            dist.destroy_process_group()  # NCCL waits here until no graph with its messages is left
         elif isinstance(error, UserError):
             raise self._said(error) from None
 
@@ -350,6 +365,54 @@ class _Vote:
         return bool(ballot)
 
 
+class _ReplayWatch:
+    """Ends this process if the device waits in a captured update for a message that does not come.
+
+    NCCL's watchdog does not see what was captured. The main thread may itself wait for the device, so that neither an
+    error nor a signal would reach it: the error is printed from here.
+    """
+
+    def __init__(self, world: Processes) -> None:
+        self._world = world
+        self._pending: deque[torch.cuda.Event] = deque()  # replays, in order
+        self._first: torch.cuda.Event | None = None  # that has not ended
+        self._since = 0.0
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="replays", daemon=True).start()
+
+    def __call__(self) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._pending.append(event)
+
+    def is_overdue(self) -> bool:
+        first = self._next()
+        if first is not self._first:
+            self._first, self._since = first, time.monotonic()
+        return first is not None and time.monotonic() - self._since > self._world.timeout + MARGIN
+
+    def _next(self) -> torch.cuda.Event | None:
+        """The first replay that has not ended; None: all have, or the device has failed, which the step reports."""
+        try:
+            while self._pending and self._pending[0].query():  # type: ignore[no-untyped-call]
+                self._pending.popleft()
+        except RuntimeError:
+            self._pending.clear()
+        return self._pending[0] if self._pending else None
+
+    def end(self) -> None:
+        sys.stderr.write(f"{self._world.alive.timed_out(self._world.timeout)}\n")
+        exits.now(exits.FAILED)
+
+
+def _watch(watched: "weakref.ref[_ReplayWatch]") -> None:
+    """Look at the replays until the step that makes them is gone."""
+    while (watch := watched()) is not None and not watch.is_overdue():
+        del watch
+        time.sleep(EVERY)
+    if watch is not None:
+        watch.end()
+
+
 def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
     """Join the other processes that the launcher started."""
     if os.environ.get(environment.OWN):
@@ -361,6 +424,8 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
         store = _in_folder(Path(folder), place, wait) if folder else _at_port(place, until)
         if folder or _share_a_network(store, until):
             network.keep_to_loopback()
+        # Captures must not exchange anything: registering buffers, NCCL would wait for a process that captures nothing.
+        os.environ[REGISTERS] = os.environ.get(REGISTERS) or "0"
         backend = "nccl" if device.type == "cuda" else "gloo"
         own = device if device.type == "cuda" else None
         dist.init_process_group(

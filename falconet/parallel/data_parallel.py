@@ -78,11 +78,18 @@ class AveragedReplicas:
                 p.register_post_accumulate_grad_hook(self._arrived(number))  # type: ignore[no-untyped-call]
 
     def announced(self, micro_batches: Sequence[T]) -> Iterator[T]:
+        self._forget()
         for number, batch in enumerate(micro_batches):
             if number == len(micro_batches) - 1:
                 self._missing = list(self._trained)
                 self._armed = True
             yield batch
+
+    def _forget(self) -> None:
+        """Drop the messages of an update before that was not finished: one whose capture failed sent none."""
+        self._armed, self._sent = False, 0
+        for each in (self._statistics, *self._buckets):
+            each.forget()
 
     def average(self) -> None:
         assert self._armed, "the last micro-batch was not announced"
@@ -95,7 +102,6 @@ class AveragedReplicas:
                 each.wait()
         for each in (self._statistics, *self._buckets):
             each.unpack()
-        self._sent = 0
 
     def look_again(self) -> None:
         self._statistics = Bucket(running_statistics(self._model))
@@ -170,7 +176,10 @@ class Bucket:
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self.forget()
+
+    def forget(self) -> None:
+        self._work = None
 
     @torch.no_grad()
     def unpack(self) -> None:

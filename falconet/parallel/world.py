@@ -75,6 +75,10 @@ class World:
         """A function that asks, once per update, whether any process votes yes, without synchronising devices."""
         return bool
 
+    def replay_watch(self) -> Callable[[], None]:
+        """A function to call after each replay of captured messages, which ends the process if one never ends."""
+        return lambda: None
+
     def heeds(self, is_asked: Callable[[], bool]) -> None:
         """Set how to find out whether this process was asked to stop."""
 

@@ -10,6 +10,10 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
+# Updates that the host may be ahead of the device. Each keeps its images there, a captured one takes the host no time,
+# and what the host waits for the loader is only lost if the device has nothing left to do.
+AHEAD = 4
+
 
 @dataclass
 class Rate:
@@ -32,6 +36,7 @@ class Moments(Protocol):
     """Marks the ends of updates; the time between two marks may only be known later, as with CUDA events."""
 
     def mark(self) -> Any: ...
+    def reach(self, mark: Any) -> None: ...  # wait until it is there
     def between(self, first: Any, second: Any) -> float: ...  # seconds
 
 
@@ -43,6 +48,8 @@ class HostMoments:
 
     def mark(self) -> float:
         return self.clock()
+
+    def reach(self, mark: float) -> None: ...
 
     def between(self, first: float, second: float) -> float:
         return second - first
@@ -63,12 +70,15 @@ class Stopwatch:
         self._moments: Moments = self.moments or HostMoments(self.clock)
         self._started = self._moments.mark()
         self._updates: list[tuple[Any, Any]] = []  # marks at the start and the end of each
+        self._waits: list[tuple[float, Any, Any]] = []  # the host's seconds, marks at the start and the end of each
 
     def updated(self) -> None:
-        """Mark the end of an update, which the device may not have reached yet."""
+        """Mark the end of an update, which the device may not have reached yet; wait if it is far behind."""
         now = self._moments.mark()
         self._updates.append((self._started, now))
         self._started = now
+        if len(self._updates) > AHEAD:
+            self._moments.reach(self._updates[-1 - AHEAD][1])
 
     def update_seconds(self) -> list[float]:
         """Seconds of each update since the last call, waiting for data included; the device must have finished them."""
@@ -77,7 +87,7 @@ class Stopwatch:
         return seconds
 
     def waits(self, updates: Iterable[T]) -> Iterator[T]:
-        """Pass the updates through; the time until each arrives counts as waiting."""
+        """Pass the updates through; the time until each arrives counts as waiting, unless the device was at work."""
         iterator = iter(updates)
         while True:
             start = self.clock()
@@ -85,7 +95,7 @@ class Stopwatch:
                 update = next(iterator)
             except StopIteration:
                 return
-            self._waiting += self.clock() - start
+            self._waits.append((self.clock() - start, self._started, self._moments.mark()))
             yield update
 
     @contextmanager
@@ -100,6 +110,10 @@ class Stopwatch:
 
     def lap(self) -> tuple[float, float]:
         """Seconds of training and of waiting so far."""
+        for host, begun, ended in self._waits:
+            self._moments.reach(ended)
+            self._waiting += min(host, self._moments.between(begun, ended))
+        self._waits.clear()
         now = self.clock()
         self.seconds, self._since = self.seconds + now - self._since, now
         return self.seconds, self._waiting

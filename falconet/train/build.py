@@ -1,8 +1,8 @@
 """From options to model, data, optimizer and step: the only place that knows all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -46,14 +46,14 @@ from falconet.parallel.slices import is_channels_last
 from falconet.parallel.world import World, keep_compiled, open_world
 from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
-from falconet.report.console import Say, Screen
+from falconet.report.console import Say, Screen, counted
 from falconet.train import defaults, processes, saved_model
 from falconet.train.capture import CapturedStep
 from falconet.train.evaluate import require_accuracy
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
 from falconet.train.processes import Launch
-from falconet.train.step import LocalStep, Step
+from falconet.train.step import LocalStep, Prepare, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +205,7 @@ class BuiltPhase:
             pretrained=self.launch.initial if is_new else None,
             first_trained=self.phase.first_trained,
             unfrozen_at=self.plan.unfrozen_at,
+            prepare=self._preparation(),
         )
         stages = self.launch.division.stages
         if stages == 1:
@@ -213,6 +214,12 @@ class BuiltPhase:
 
         stored = self.restored.manifest.runtime.get("splits") if self.restored else None
         return StagedModel(setup, stages=stages, stored=stored)
+
+    def _preparation(self) -> Prepare | None:
+        """Does not hold the phase: the step that holds it must end with the phase."""
+        if self.site.world.device.type != "cuda":
+            return None
+        return partial(_compile_ahead, launch=self.launch, site=self.site, network=self.options.model.model)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -291,23 +298,39 @@ class BuiltPhase:
         if self.uncaptured:
             return step
         assert isinstance(step, LocalStep)
-        return CapturedStep(step, self.site.world.device, note=self.site.note)
+        return CapturedStep(step, self.site.world, note=self.site.note)
 
     @property
     def uncaptured(self) -> str | None:
         """Why updates are not captured as CUDA graphs; None: they are."""
-        parallel, division = self.options.parallel, self.launch.division
         if self.site.world.device.type != "cuda":
             return "there is no CUDA device"
         if not self.options.machine.capture:
             return "--no-capture"
-        if division.stages > 1:
+        if self.launch.division.stages > 1:
             return "stages of a pipeline wait for one another"
-        if division.replicas > 1:
-            return "replicas exchange gradients while they compute them"
-        if parallel.offload_optimizer:
+        if self.options.parallel.offload_optimizer:
             return "the optimizer's state is in host memory"
         return None
+
+
+def _compile_ahead(rehearse: Callable[[], None], *, launch: Launch, site: Site, network: str) -> None:
+    """Compile our kernels that an update needs, before it launches them one by one."""
+    from falconet.numerics.kernels.compilation import Compilation  # Triton comes with CUDA only
+
+    def report(number: int) -> None:
+        if launch.conventions.is_ours:
+            site.screen.line(f"compiling {counted(number, 'kernel')} for {network}")
+
+    place = launch.place if site.world.size > 1 else None  # a process that tries something is alone
+    Compilation(
+        workers=world.cores(),
+        report=report,
+        note=site.screen.line,
+        number=place.local_rank if place else 0,
+        processes=place.local_size if place else 1,
+        meet=lambda: site.world.barrier("compiling kernels"),
+    ).ahead(rehearse)
 
 
 def loss_scale(options: commands.TrainOptions, *, updates_per_epoch: int, regime: Regime, world: World) -> Scale | None:

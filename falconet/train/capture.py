@@ -11,6 +11,7 @@ from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.errors import memory_shortage
 from falconet.numerics.cuda_graphs import capturing
+from falconet.parallel.world import World
 from falconet.report.console import Say
 from falconet.train.step import LocalStep, Update
 
@@ -39,18 +40,22 @@ class CapturedStep:
     nothing. Layers that are frozen for a while are part of a shape. What changes from update to update, the host writes
     into tensors that the graph reads: `Moving.at`. A generator that was seeded there gives a replay the random numbers
     of an update without a graph: torch copies its seed and offset to the device before each replay.
+
+    Replicas capture the messages of their gradients too, so all of them replay an update, or none does: a replay would
+    wait for ever for a replica that sends nothing.
     """
 
-    def __init__(self, step: LocalStep, device: torch.device, *, note: Say) -> None:
-        """`note`: gets a line if an update cannot be captured."""
-        self._step, self._note = step, note
+    def __init__(self, step: LocalStep, world: World, *, note: Say) -> None:
+        """`world`: all replicas. `note`: gets a line if an update cannot be captured."""
+        self._step, self._world, self._note = step, world, note
         # Listed once: to find them takes as long as a small update.
         self._weights, self._modules = list(step.moving.model.parameters()), list(step.moving.model.modules())
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()  # one for all shapes: never two graphs run at once
         self._made: Counter[Hashable] = Counter()
         self._graphs: dict[Hashable, _Graph] = {}
         self._is_given_up = False
+        self._replayed = world.replay_watch()
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         self._step.moving.at(update, lr)
@@ -58,7 +63,9 @@ class CapturedStep:
         if shape not in self._graphs and self._made[shape] >= WARM and not self._is_given_up:
             self._capture(shape, micro_batches)
         if shape in self._graphs:
-            return self._graphs[shape].replay(micro_batches)
+            made = self._graphs[shape].replay(micro_batches)
+            self._replayed()
+            return made
         self._made[shape] += 1
         return self._eager(micro_batches)
 
@@ -82,28 +89,42 @@ class CapturedStep:
         return made
 
     def _capture(self, shape: Hashable, micro_batches: Sequence[Batch]) -> None:
-        """Add the graph of a shape. An update that cannot be captured is made without one, and so are all others."""
+        """Add the graph of a shape. An update that one replica cannot capture, all make without, as all after it."""
         self._step.moving.model.zero_grad()  # they are made again in the graph's memory
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()  # what the updates before used is not in the graph's pool
+        graph: _Graph | None = None
         try:
-            self._graphs[shape] = self._captured([_like(batch) for batch in micro_batches])
+            graph, reason = self._captured([_like(batch) for batch in micro_batches])
+            reasons = self._world.texts(reason, "capturing an update")
+            if any(reasons):
+                graph = None
+                self._give_up(reasons)
+        finally:
+            if graph is None:
+                self._step.moving.model.zero_grad()  # never computed
+                torch.cuda.empty_cache()
+        if graph is not None:
+            self._graphs[shape] = graph
+
+    def _captured(self, inputs: Sequence[Batch]) -> tuple[_Graph | None, str]:
+        """The update as a graph, or why it cannot be one."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with capturing(graph, stream=self._stream, pool=self._pool):
+                result = self._step.make(inputs)
         except RuntimeError as error:
             if memory_shortage(error) is not None:
                 raise
-            self._is_given_up = True
-            reason = str(error).strip().partition("\n")[0]
-            self._note(f"note: updates are not captured as CUDA graphs, which takes longer: {reason}")
-        finally:
-            if shape not in self._graphs:
-                self._step.moving.model.zero_grad()  # never computed
-                torch.cuda.empty_cache()
+            return None, str(error).strip().partition("\n")[0] or type(error).__name__
+        return _Graph(graph, inputs, result), ""
 
-    def _captured(self, inputs: Sequence[Batch]) -> _Graph:
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, stream=self._stream, pool=self._pool):
-            result = self._step.make(inputs)
-        return _Graph(graph, inputs, result)
+    def _give_up(self, reasons: Sequence[str]) -> None:
+        """`reasons`: of each replica, empty for those that could capture; the first that could not reports it."""
+        self._is_given_up = True
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+        if rank == self._world.rank:
+            self._note(f"note: updates are not captured as CUDA graphs, which takes longer: {reason}")
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

@@ -24,6 +24,7 @@ from falconet.data.mixing import Mix
 from falconet.errors import SHORTAGES, DeviceError, ShortageError, memory_shortage
 from falconet.models import views
 from falconet.models.fused_layers import FusedExcitation, FusedNorm, FusedPool
+from falconet.models.groupnorm import FusedGroupNorm
 from falconet.parallel import host
 from falconet.parallel.division import Division
 from falconet.parallel.environment import find_place
@@ -113,7 +114,7 @@ class _Fused(fx.Interpreter):
 
     def call_module(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.module.get_submodule(str(target))
-        if not isinstance(layer, FusedNorm | FusedPool | FusedExcitation):
+        if not isinstance(layer, FusedNorm | FusedGroupNorm | FusedPool | FusedExcitation):
             return super().call_module(target, args, kwargs)
         for tensor in layer.saved(*args):
             self._keep(tensor)

@@ -38,7 +38,7 @@ from falconet.report.console import Say, counted
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Measure
 from falconet.train.loss import Loss, MultiLabelLoss, WeightedLoss, presence_weights
-from falconet.train.step import Elsewhere, LocalStep, Move, Moving, PlainMove, ScaledMove, Step
+from falconet.train.step import Elsewhere, LocalStep, Move, Moving, PlainMove, Prepare, ScaledMove, Step
 
 GIB = 2**30
 TrainingLoader = Loader | SyntheticLoader | IdleLoader
@@ -58,6 +58,7 @@ class Setup:
     pretrained: InitialWeights | None = None  # or those of another training
     first_trained: str | None = None  # layers that run before it are frozen
     unfrozen_at: int | None = None  # the first update that trains everything; None: what is frozen stays so
+    prepare: Prepare | None = None  # called before the first update of each shape
 
     def new_model(self) -> tuple[nn.Module, Frozen]:
         """The whole model in fp32, on the host, and what of it is frozen."""
@@ -231,13 +232,12 @@ class WholeModel:
 
     def _fused_lines(self) -> list[str]:
         fused, norms = self.fused_norms
-        return [f"batch norms: {fused} of {norms} fused with what follows them"] if fused else []
+        return [f"norms: {fused} of {norms} fused with what follows them"] if fused else []
 
     @cached_property
     def fused_norms(self) -> tuple[int, int]:
         """How many norms run fused, and how many there are; those of recomputed segments are fused piece by piece."""
-        spans = self.setup.options.parallel.batchnorm_span > self.setup.shape.joined  # such norms run as they are
-        if self.setup.device.type != "cuda" or spans:
+        if self.setup.device.type != "cuda":
             return 0, 0
         model, stored = self._model[0], self.recomputation.stored if self.recomputation else ()
         if not stored:
@@ -309,6 +309,7 @@ class WholeModel:
             loss=setup.loss,
             regime=setup.regime,
             forward=fused.model if fused else None,
+            prepare=setup.prepare,
         )
 
 

@@ -128,8 +128,8 @@ def _decoding(built: BuiltPhase) -> list[str]:
     data = built.options.data
     if data.data not in PHOTOS:
         return []
-    on_device = input.decode_device(data, built.images.train, built.site.world.device) == "cuda"
-    return [f"photos are decoded by {'nvJPEG on the device' if on_device else input.decoder()}"]
+    where = input.decode_device(data, built.images.train, built.site.world.device)
+    return [f"photos are decoded by {input.decoder(where)}"]
 
 
 def _machine(built: BuiltPhase) -> str:

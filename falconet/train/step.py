@@ -2,14 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.profiler import profile
 
@@ -52,6 +53,9 @@ class Move(Protocol):
     def end(self) -> Tensor:
         """Move the weights; returns 1 if the update was skipped instead, else 0, on the device."""
 
+    def rehearse(self) -> None:
+        """Launch our kernels as `end` does, without moving anything."""
+
 
 class PlainMove:
     """Without a loss scale."""
@@ -76,6 +80,10 @@ class PlainMove:
     def end(self) -> Tensor:
         self._step()
         return self._moved
+
+    def rehearse(self) -> None:
+        if isinstance(self.optimizer, HalfOptimizer):  # torch's own come compiled
+            self.optimizer.rehearse()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +143,10 @@ class ScaledMove:
         self._step()
         self.scale.after(non_finite.found)
         return non_finite.found.long()
+
+    def rehearse(self) -> None:
+        if self._everywhere is _same:  # else norms are summed over processes, of the weights' own pieces
+            self.optimizer.rehearse()
 
     def _found(self) -> NonFinite:
         """Non-finite gradients in this process, or in replicas that divide them; a stage may train nothing."""
@@ -210,15 +222,30 @@ class Step(Protocol):
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update: ...
 
 
+Prepare = Callable[[Callable[[], None]], None]  # gets a rehearsal of an update, which launches its kernels only
+
+
 class LocalStep:
     """The whole model on this device."""
 
     def __init__(
-        self, moving: Moving, *, normalise: Normalise, loss: Loss, regime: Regime, forward: nn.Module | None = None
+        self,
+        moving: Moving,
+        *,
+        normalise: Normalise,
+        loss: Loss,
+        regime: Regime,
+        forward: nn.Module | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
-        """`forward`: what computes the model's outputs from its weights, if not the model itself."""
+        """`forward`: what computes the model's outputs from its weights, if not the model itself.
+
+        `prepare`: called before the first update of each shape.
+        """
         self.moving, self.normalise, self.loss, self.regime = moving, normalise, loss, regime
-        self.forward = forward or moving.model
+        self.forward, self._prepare = forward or moving.model, prepare
+        self._weights = list(moving.model.parameters())  # listed once: to find them takes as long as a small update
+        self._prepared: set[Hashable] = set()
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         self.moving.at(update, lr)
@@ -226,12 +253,30 @@ class LocalStep:
 
     def make(self, micro_batches: Sequence[Batch]) -> Update:
         """The work of an update on the device, which is the same for every update of this shape."""
+        if self._prepare is not None:
+            self._prepare_for(micro_batches[0], self._prepare)
         self.moving.move.begin()
         images = sum(len(batch.labels) for batch in micro_batches)
         parts = [self._backward(batch, images) for batch in self.moving.replicas.announced(micro_batches)]
         skipped = self.moving.end()
         loss, smoothing, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
         return Update(loss, smoothing, correct, counted, skipped)
+
+    def _prepare_for(self, batch: Batch, prepare: Prepare) -> None:
+        shape = (batch.images.shape, *(p.requires_grad for p in self._weights))
+        if shape not in self._prepared:
+            self._prepared.add(shape)
+            prepare(lambda: self.rehearse(batch))
+
+    def rehearse(self, batch: Batch) -> None:
+        """Launch the kernels of an update with such micro-batches on tensors without memory: nothing changes."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, _replaced(self.forward, fake.from_tensor):
+            mix = batch.mix and mixing.Mix(*map(fake.from_tensor, batch.mix))
+            images, labels = self.normalise(fake.from_tensor(batch.images)), fake.from_tensor(batch.labels)
+            inputs, targets = mixing.apply(images, labels, mix, targets=self.loss.targets)
+            logits = self.regime.run(self.forward, inputs)
+            self.loss.parts(logits, targets)[0].sum().backward()  # type: ignore[no-untyped-call]
+        self.moving.move.rehearse()
 
     def _backward(self, batch: Batch, images: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Add the gradient of one micro-batch, in which each image has the weight `1 / images`."""
@@ -245,13 +290,36 @@ class LocalStep:
         return loss.detach(), smoothing / images, self.loss.correct(logits, batch.labels), (batch.labels >= 0).sum()
 
 
+@contextmanager
+def _replaced(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The model with other weights and statistics for a while: what is added to them, and their hooks, are left out.
+
+    `torch.func.functional_call` restores wrong tensors where a module has several names, as in a fused model.
+    """
+    stored = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    try:
+        for module, parameters, buffers in stored:
+            for name, parameter in parameters.items():
+                module._parameters[name] = None if parameter is None else make(parameter)  # type: ignore[assignment]
+            for name, buffer in buffers.items():
+                module._buffers[name] = None if buffer is None else make(buffer)
+        yield
+    finally:
+        for module, parameters, buffers in stored:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
 class DeviceMoments:
     """Times on the device: events on the current CUDA stream."""
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    def reach(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()  # asleep, without Python's lock
 
     def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
         return float(first.elapsed_time(second)) / 1000  # from milliseconds

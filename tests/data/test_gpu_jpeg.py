@@ -30,6 +30,7 @@ PLAIN = {
     "restart markers": jpeg(photo(), restart_marker_blocks=1),
     "a comment and exif": jpeg(photo(), comment=b"x" * 500, exif=b"Exif\0\0" + b"\0" * 300),
     "bytes after the end": WHOLE + b"\0" * 40,
+    "many bytes after the end": WHOLE + b"\0" * 4000,
     "padding before a marker": WHOLE[:2] + b"\xff\xff" + WHOLE[2:],
 }
 OTHER = {
@@ -55,12 +56,14 @@ OTHER = {
 def test_plain_files_are_accepted_with_their_size(data):
     assert plain_size(data) == Size(37, 21)
     assert plain_size(bytearray(data)) == Size(37, 21)
+    assert plain_size(memoryview(data)) == Size(37, 21)
 
 
 @pytest.mark.parametrize("data", OTHER.values(), ids=OTHER.keys())
 def test_other_files_are_left_to_the_host(data):
     assert data != WHOLE
     assert plain_size(data) is None
+    assert plain_size(memoryview(data)) is None
 
 
 def test_truncated_or_changed_files_raise_no_error():

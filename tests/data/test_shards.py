@@ -13,7 +13,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 import layouts
 from falconet.data import layout, native
 from falconet.data.native.binding import Workspace
-from falconet.data.readers import shard_opener
+from falconet.data.readers import opener
 from falconet.data.shards import Readahead, Shards, crc32c, crc32c_numpy, unmasked
 from falconet.errors import DataError
 
@@ -129,7 +129,7 @@ def read_natively(source):
     library = native.library()
     if library is None:
         pytest.skip(native.why_not())
-    shard_opener(source)(Workspace(library), np.array([0]))
+    opener(source)(Workspace(library), np.array([0]))
 
 
 # RFC 3720, appendix B.4, and the check value of the CRC catalogue.

@@ -24,8 +24,8 @@ def errors(n: int, c: int, h: int, w: int, activation: str) -> list[float]:
     x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
     factors = torch.randn(4, c, generator=noise)
     samples = torch.tensor(quantiles())
-    y, moments = proxynorm_kernels.forward(x, factors, samples, activation == "silu", 0.03)
-    found = [y, *proxynorm_kernels.backward(x, dy, factors, samples, moments, activation == "silu")]
+    y, moments = proxynorm_kernels.forward(x, factors, samples, activation, 0.03)
+    found = [y, *proxynorm_kernels.backward(x, dy, factors, samples, moments, activation)]
     leaves = [t.double().requires_grad_() for t in (x, factors)]
     exact = plain_proxy_norm(*leaves, samples.double(), activation=activation, eps=0.03)
     exact.backward(dy.double())

@@ -119,6 +119,20 @@ def test_a_model_without_batch_norm_stays_as_it_is(options):
     assert fold(model, torch.float32).model is model
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["resnet18", "efficientnet-b0"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("32.32", 1e-4), ("16.16", 2e-2)])
+def test_gpu_group_norms_are_fused_for_predictions(model, precision, tolerance, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    regime, device = REGIMES[precision], torch.device("cuda")
+    plain = regime.prepare(built(model, norm_type="group", norm_num_groups=8), device)
+    found = fold(plain, regime.formats(device)["activations"])
+    assert found.model is not plain
+    with torch.inference_mode():
+        fused, expected = (regime.run(each, images().cuda()) for each in (found.model, plain))
+    assert difference(fused, expected) < tolerance
+
+
 def test_a_model_that_cannot_be_traced_stays_as_it_is():
     class Branching(nn.Module):
         def __init__(self):

@@ -9,7 +9,8 @@ import interpreting
 from falconet.models import fusion, zoo
 from falconet.models.freezing import Frozen
 from falconet.models.fused_layers import FusedExcitation, FusedNorm, fits
-from falconet.parallel.batchnorm import SpanBatchNorm2d
+from falconet.models.groupnorm import FastGroupNorm, FusedGroupNorm
+from falconet.parallel.batchnorm import over
 
 SHAPES = ["few channels", "a short last tile", "several programs", "channels beyond a tile"]
 ADDED = {"none": (0, 1, 2), "relu": (0, 1, 2), "silu": (0,), "hard_swish": (0,), "relu6": (0,)}
@@ -57,12 +58,31 @@ NETWORKS = {
     "resnet20-cifar": 19,
     "timm:regnety_002": 44,
     "timm:seresnet50": 53,
+    "timm:resnet50_gn": 53,
+    "resnet20-cifar with strided group norm": 19,
+    "efficientnet-b0 with group norm": 49,
+    "efficientnet-cifar with proxy norm": 49,
+    "resnet18 with one-pass norm": 20,
 }
+GROUPS = {"norm_type": "group", "norm_num_groups": 8}
+NORMS = {
+    "group norm": GROUPS,
+    "fast group norm": {**GROUPS, "enable_fast_groupnorm": True},
+    "strided group norm": {**GROUPS, "norm_grouping": "strided"},
+    "proxy norm": {**GROUPS, "norm_num_groups": 4, "proxy_norm": True},
+    "one-pass norm": {"disable_stable_batchnorm": True},
+}
+
+
+def built(name):
+    """A network of NETWORKS."""
+    model, _, norm = name.partition(" with ")
+    return zoo.build(model, classes=10, seed=0, **NORMS.get(norm, {}))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_norm_of_a_network_is_fused_and_computes_the_same(name):
-    model, plain = (zoo.build(name, classes=10, seed=0).train() for _ in range(2))
+    model, plain = (built(name).train() for _ in range(2))
     found = fusion.fuse(model)
     assert found.fused == found.norms == NETWORKS[name]
     results = []
@@ -72,8 +92,9 @@ def test_every_norm_of_a_network_is_fused_and_computes_the_same(name):
         logits.square().sum().backward()
         results.append(logits.detach())
     assert torch.equal(*results)
+    tolerance = 1e-4 if "proxy" in name else 0.0  # its sums of an expanded gradient have another order
     for (key, expected), weight in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(expected.grad, weight.grad), key
+        torch.testing.assert_close(weight.grad, expected.grad, rtol=tolerance, atol=tolerance, msg=key)
     for (key, expected), value in zip(plain.named_buffers(), model.buffers(), strict=True):
         assert torch.equal(expected, value), key
 
@@ -88,8 +109,8 @@ def test_fusing_leaves_the_model_as_it_was():
 
 
 def layers_of(name):
-    found = fusion.fuse(zoo.build(name, classes=10, seed=0))
-    return [each for each in found.model.modules() if isinstance(each, FusedNorm | FusedExcitation)]
+    found = fusion.fuse(built(name))
+    return [each for each in found.model.modules() if isinstance(each, FusedNorm | FusedGroupNorm | FusedExcitation)]
 
 
 def test_a_block_takes_its_shortcut_into_the_norm_and_forks_its_result():
@@ -98,8 +119,20 @@ def test_a_block_takes_its_shortcut_into_the_norm_and_forks_its_result():
     assert sum(layer.forks for layer in layers) == 15  # every block but the last, after whose pool nothing is added
 
 
+def test_a_group_norm_takes_its_shortcut_and_forks_its_result():
+    layers = layers_of("resnet50 with fast group norm")
+    assert all(isinstance(layer, FusedGroupNorm) for layer in layers)
+    assert sum(type(layer.act) is nn.ReLU for layer in layers) == 49  # all but those of the four projections
+    assert sum(layer.forks for layer in layers) == 15
+
+
 def test_squeeze_and_excite_are_part_of_the_norm():
     assert sum(isinstance(layer, FusedExcitation) for layer in layers_of("efficientnet-b0")) == 16
+
+
+def with_blocks_dropped(norm):
+    norm.drop = nn.Dropout2d()
+    return norm
 
 
 @pytest.mark.parametrize(
@@ -108,7 +141,8 @@ def test_squeeze_and_excite_are_part_of_the_norm():
         nn.BatchNorm2d(4, momentum=None),
         nn.BatchNorm2d(4, affine=False),
         nn.BatchNorm2d(4, track_running_stats=False),
-        nn.GroupNorm(2, 4),
+        nn.InstanceNorm2d(4),
+        with_blocks_dropped(FastGroupNorm(2, 4)),
     ],
 )
 def test_other_norms_stay_as_they_are(norm):
@@ -137,10 +171,6 @@ def on_a_gpu(*shape):
     return torch.empty(shape, device="cuda", memory_format=torch.channels_last)
 
 
-def spans(norm):
-    norm.__class__ = SpanBatchNorm2d
-
-
 def keeps_its_statistics(norm):
     Frozen(norms=frozenset({"0"})).set(nn.Sequential(norm))
 
@@ -149,7 +179,7 @@ def averages_all_batches(norm):
     norm.momentum = None
 
 
-@pytest.mark.parametrize("change", [spans, keeps_its_statistics, averages_all_batches, nn.Module.eval])
+@pytest.mark.parametrize("change", [keeps_its_statistics, averages_all_batches, nn.Module.eval])
 def test_a_norm_that_changes_after_it_was_fused_runs_as_it_is(change):
     norm = nn.BatchNorm2d(8)
     with FakeTensorMode():
@@ -172,6 +202,15 @@ def without_noise(model):
     return model.cuda().to(memory_format=torch.channels_last).train()
 
 
+def learning(name):
+    """A network on the GPU, none of whose weights is 0, which would hide a block's gradients."""
+    model = without_noise(built(name))
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, 1.0, 0.1, generator=torch.Generator("cuda").manual_seed(len(weight)))
+    return model
+
+
 def gradients(model, forward, inputs, *, dtype=None):
     model.zero_grad()
     with torch.autocast("cuda", dtype or torch.float16, enabled=dtype is not None):
@@ -186,11 +225,7 @@ def gradients(model, forward, inputs, *, dtype=None):
 def test_a_fused_network_on_a_gpu_is_as_exact_as_the_plain_one(name, dtype, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    exact, plain, model = (without_noise(zoo.build(name, classes=10, seed=0)) for _ in range(3))
-    for each in (exact, plain, model):  # zeros would hide a block's gradients
-        for weight in each.parameters():
-            if weight.ndim == 1:
-                torch.nn.init.normal_(weight, 1.0, 0.1, generator=torch.Generator("cuda").manual_seed(len(weight)))
+    exact, plain, model = (learning(name) for _ in range(3))
     inputs = images(64, count=16).cuda()
     right = gradients(exact.double(), exact, inputs.double())
     found = fusion.fuse(model)
@@ -199,7 +234,9 @@ def test_a_fused_network_on_a_gpu_is_as_exact_as_the_plain_one(name, dtype, monk
     moved = {key: value.clone() for key, value in model.named_buffers() if "running" in key}
     usual = gradients(plain, plain, inputs, dtype=dtype)
     away, usually = (((each - right).norm() / right.norm()).item() for each in (fused, usual))
-    assert away < 1.5 * usually + 1e-3  # a rectified value near 0 may fall on the other side: 3e-4 in fp32
+    # Under autocast, torch's group norm and what follows it are in fp32; our own keeps the format of convolutions.
+    more = 3.0 if any(isinstance(each, nn.GroupNorm) for each in plain.modules()) else 1.5
+    assert away < more * usually + 1e-3  # a rectified value near 0 may fall on the other side: 3e-4 in fp32
     assert torch.equal(fused, gradients(model, found.model, padded, dtype=dtype)), "the same input gave other bits"
     for key, value in exact.named_buffers():
         if key in moved:
@@ -218,6 +255,35 @@ def test_more_elements_than_32_bits_count_are_normalised():
     ones = torch.ones(64, device="cuda")
     found = batchnorm_kernels.statistics(y, ones, ones, None, eps=1e-5)
     z, _ = batchnorm_kernels.normalise(y, found, act="relu")
-    own, _ = batchnorm_kernels.backward(z, y, found, act="relu")
+    reached, slopes, _ = batchnorm_kernels.sum_gradients(z, y, found, act="relu")
+    dy, _ = batchnorm_kernels.spread_gradients(reached, y, found, slopes.found)
     torch.testing.assert_close(z[-1].float(), (y[-1].float() + 1).relu(), rtol=0.02, atol=0.02)
-    assert own.input[-1].float().abs().mean() > 0.01
+    assert dy[-1].float().abs().mean() > 0.01
+
+
+class Twins:
+    """A span of two replicas that see the same batch: mean, variance and gradients are those of one."""
+
+    def gathered(self, values):
+        return torch.stack((values, values))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["resnet50", "efficientnet-b0"])
+def test_a_fused_network_over_two_replicas_on_a_gpu_is_as_exact_as_over_one(name, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    exact, alone, together = (learning(name) for _ in range(3))
+    inputs = images(64, count=16).cuda()
+    right = gradients(exact.double(), exact, inputs.double())
+    usual = gradients(alone, fusion.fuse(alone).model, inputs, dtype=dtype)
+    found = fusion.fuse(over(together, Twins()))
+    assert found.fused == found.norms
+    fused = gradients(together, found.model, inputs, dtype=dtype)
+    away, usually = (((each - right).norm() / right.norm()).item() for each in (fused, usual))
+    assert away < 1.5 * usually + 1e-3
+    for (key, value), other in zip(alone.named_buffers(), together.buffers(), strict=True):
+        if key.endswith("running_mean"):
+            tolerance = 1e-4 if dtype is None else 0.05
+            torch.testing.assert_close(other, value, rtol=tolerance, atol=tolerance, msg=key)

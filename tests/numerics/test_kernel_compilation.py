@@ -5,6 +5,7 @@ The interpreter, which runs the kernels in other tests, accepts types and shapes
 
 import importlib
 import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -75,14 +76,37 @@ def kernels_of(name):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_group_norm_compiles(dtype, strided, compiled):
+@pytest.mark.parametrize(
+    ("acts", "dtype", "channels", "strided"),
+    [
+        (["none"], torch.float16, 24, False),
+        (["silu", "relu6"], torch.bfloat16, 256, True),
+        (["hard_swish"], torch.float32, 6, False),
+    ],
+)
+def test_group_norm_compiles(acts, dtype, channels, strided, compiled):
     module, kernels = kernels_of("falconet.models.groupnorm_kernels")
-    x = torch.zeros(2, 32, 7, 7, dtype=dtype).to(memory_format=torch.channels_last)
-    weight = bias = torch.ones(32)
-    _, mean, rstd = module.forward(x, 4, weight, bias, 1e-5, strided=strided)
-    module.backward(x, x, 4, weight, mean, rstd, strided=strided)
+    x = torch.zeros(2, channels, 12, 12, dtype=dtype).to(memory_format=torch.channels_last)
+    weight = torch.ones(channels)
+    found = module.statistics(x, 2, strided=strided, eps=1e-5)
+    for act in acts:
+        norm = module.GroupNorm(x, found, weight, weight, act, strided)
+        norm.apply()
+        norm.backward(x, dz2=x)
+    norm = module.GroupNorm(x, found, weight, weight, "relu", strided)
+    norm.backward(x, adds=True, bits=norm.apply(x)[1])
+    assert compiled == kernels
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("act", ["relu", "silu"])
+def test_a_group_norm_with_a_proxy_norm_compiles(act, compiled):
+    module, kernels = kernels_of("falconet.models.groupnorm_kernels")
+    x, ones = torch.zeros(2, 24, 12, 12, dtype=torch.float16).to(memory_format=torch.channels_last), torch.ones(2, 24)
+    found = module.statistics(x, 4, strided=act == "silu", eps=1e-5)
+    norm = module.GroupNorm(x, found, ones[0], ones[1], act, act == "silu", ones)
+    norm.apply()
+    norm.backward(x)
     assert compiled == kernels
 
 
@@ -123,6 +147,20 @@ def test_convolution_with_its_norm_compiles(dtype, inputs, outputs, compiled):
     for reached in (Reached(y, act="silu"), Reached(y, y)):
         module.backward(reached, y, found, found, x, weight)
     assert compiled == kernels
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_batch_norm_over_replicas_compiles(dtype, compiled):
+    module, kernels = kernels_of("falconet.models.span_kernels")
+    batchnorm, _ = kernels_of("falconet.models.batchnorm_kernels")
+    x = torch.zeros(2, 24, 40, 40, dtype=dtype).to(memory_format=torch.channels_last)
+    weight = bias = torch.ones(24)
+    spanning = module.Spanning(SimpleNamespace(gathered=lambda values: values.expand(2, -1)))
+    running = batchnorm.Running(weight, bias, torch.tensor(0), 0.1)
+    found = batchnorm.statistics(x, weight, bias, running, eps=1e-5, span=spanning)
+    batchnorm.sum_gradients(x, x, found, act="relu", span=spanning)
+    assert compiled > kernels  # and the sums of one replica
 
 
 @pytest.mark.run
@@ -191,14 +229,14 @@ def test_a_strided_convolution_of_wide_groups_compiles(compiled):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("act", ["relu", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_proxy_norm_compiles(dtype, silu, compiled):
+def test_proxy_norm_compiles(dtype, act, compiled):
     module, kernels = kernels_of("falconet.models.proxynorm_kernels")
     x, factors = torch.zeros(2, 32, 7, 7, dtype=dtype).to(memory_format=torch.channels_last), torch.ones(4, 32)
     samples = torch.zeros(SAMPLES)
-    _, moments = module.forward(x, factors, samples, silu, 1e-5)
-    module.backward(x, x, factors, samples, moments, silu)
+    _, moments = module.forward(x, factors, samples, act, 1e-5)
+    module.backward(x, x, factors, samples, moments, act)
     assert compiled == kernels
 
 

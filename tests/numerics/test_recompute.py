@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from falconet.errors import ConfigError
-from falconet.numerics.recompute import automatic, matching, measure_footprint, recompute, recompute_stage
+from falconet.models import fusion
+from falconet.numerics.recompute import _Segment, automatic, matching, measure_footprint, recompute, recompute_stage
 
 MODELS = {
     "resnet8-cifar": 16,
@@ -79,6 +80,39 @@ def test_recomputation_changes_no_bit(name, patterns):
     assert list(changed.state_dict()) == list(plain.state_dict())
     for key, value in plain.state_dict().items():
         assert torch.equal(value, changed.state_dict()[key]), key  # running statistics, and how often they moved
+
+
+class Both(nn.Module):
+    """Numbers drawn in place and changed, and dropout, in a segment that is computed twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+        self.drop, self.head = nn.Dropout(0.4), nn.Linear(4, 5)
+
+    def forward(self, x):
+        y = self.drop(torch.relu(self.first(x)))
+        y = torch.relu(self.second(y * y.new_empty(y.shape[0], 1, 1, 1).bernoulli_(0.5).div_(0.5)))
+        return self.head(y.mean((2, 3)))
+
+
+@pytest.mark.parametrize("name", ["efficientnet-b0", None])
+def test_numbers_kept_for_a_captured_graph_change_no_bit(name, monkeypatch):
+    """A CPU captures nothing: what a graph keeps is tried without one, and the generator is never set back."""
+    torch.manual_seed(3)
+    plain = build(name) if name else Both().train()
+    x = images(name or "resnet18", count=4)
+    kept, reset = copy.deepcopy(plain), copy.deepcopy(plain)
+    expected, state = step(plain, x), torch.get_rng_state()
+    for model, captures in ((reset, False), (kept, True)):
+        recompute(model, [".*(bn|add|second).*"])
+        monkeypatch.setattr("falconet.numerics.recompute._is_capturing", lambda values, answer=captures: answer)
+        if captures:
+            monkeypatch.setattr(torch, "set_rng_state", lambda state: pytest.fail("the generator was set back"))
+        assert all(map(torch.equal, step(model, x), expected)), captures
+        assert torch.equal(torch.get_rng_state(), state), captures
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, kept.state_dict()[key]), key
 
 
 def fused(piece):
@@ -345,3 +379,9 @@ def test_choosing_blocks_leaves_the_model_unchanged():
     automatic(model, example=torch.empty(2, 3, 16, 16), budget_bytes=None)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert math.isfinite(model(images("resnet8-cifar")).sum().item())
+
+
+def test_a_norm_with_its_convolution_is_recomputed_and_a_norm_alone_is_not():
+    conv, norm = nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16)
+    assert not _Segment.of(fusion.fuse(nn.Sequential(conv, norm)).model).single
+    assert _Segment.of(fusion.fuse(nn.Sequential(norm)).model).single

@@ -1,5 +1,12 @@
 """Batch norm over a span of replicas matches batch norm of their combined batches."""
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from torch import nn
@@ -59,3 +66,24 @@ def test_a_span_of_one_changes_nothing_and_an_uneven_span_is_refused():
     assert type(span_batchnorm(model, divide(ALONE, stages=1), span=1)[0]) is nn.BatchNorm2d
     with pytest.raises(ConfigError, match="batch norm over 2 replicas: expected a divisor of 1"):
         span_batchnorm(model, divide(ALONE, stages=1), span=2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")
+def test_training_with_fused_norms_over_two_replicas_matches_the_plain_layers():
+    """In Triton's interpreter, with gloo between the processes."""
+    script, port = Path(__file__).with_name("interpreted_span_training.py"), str(gloo.free_port())
+    paths = os.pathsep.join([str(script.parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), port], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    answers = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], answers
+    results = [json.loads(out) for out, _ in answers]
+    assert results[0]["digests"] == results[1]["digests"]
+    assert results[0]["digests"][0] != results[0]["digests"][1], "the kernels did not run"
+    assert all(result["off"] < 1e-5 for result in results)

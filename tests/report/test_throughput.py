@@ -103,6 +103,40 @@ def test_waiting_is_the_time_until_an_update_arrives(clock):
     assert rate.seconds == 10.0
 
 
+def test_waiting_beside_a_device_at_work_is_not_counted(clock):
+    class Device:
+        """Each update takes it a second, from when it is launched or the one before is done."""
+
+        def __init__(self):
+            self.busy_until = 0.0
+
+        def work(self):
+            self.busy_until = max(self.busy_until, clock()) + 1.0
+
+        def mark(self):
+            return max(self.busy_until, clock())
+
+        def reach(self, mark): ...
+
+        def between(self, first, second):
+            return second - first
+
+    device = Device()
+    watch = Stopwatch(clock, device)
+    laps = Laps(watch)
+
+    def updates():
+        for seconds in (0.5, 0.4, 2.0):  # the first one finds an idle device, the second a busy one
+            clock.pass_by(seconds)
+            yield seconds
+
+    for _ in watch.waits(updates()):
+        device.work()
+        watch.updated()
+    rate = laps.end(3)
+    assert rate.waiting == pytest.approx(0.5 + 0.0 + 0.4)  # the third arrived 0.4 s after the device had nothing to do
+
+
 def test_an_update_starts_at_the_previous_one_or_after_a_pause(clock):
     watch = Stopwatch(clock)
     for seconds in (2.0, 1.0):
@@ -137,3 +171,29 @@ def test_device_times_are_read_late_and_once(clock):
     assert (marks.marked, marks.asked) == (4, 0)
     assert watch.update_seconds() == [10.0, 10.0, 10.0]
     assert marks.asked == 3
+
+
+def test_the_host_waits_for_a_device_that_is_four_updates_behind(clock):
+    class Marks:
+        def __init__(self):
+            self.marked, self.reached = 0, []
+
+        def mark(self):
+            self.marked += 1
+            return self.marked
+
+        def reach(self, mark):
+            self.reached.append(mark)
+
+        def between(self, first, second):
+            return 1.0
+
+    marks = Marks()
+    watch = Stopwatch(clock, marks)
+    for _ in range(6):
+        watch.updated()
+    assert marks.reached == [2, 3]  # the ends of the first two updates: 1 is the start
+    watch.update_seconds()  # the device has finished all of them
+    for _ in range(4):
+        watch.updated()
+    assert marks.reached == [2, 3]

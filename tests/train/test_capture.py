@@ -1,24 +1,38 @@
 """Captured updates: the same numbers as without a graph, whatever changes between them, and failed captures."""
 
+import gc
 import os
+import subprocess
+import sys
+import weakref
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
 from falconet.data.buffers import Batch
+from falconet.parallel.batchnorm import Span, over
+from falconet.parallel.collectives import join
+from falconet.parallel.data_parallel import AveragedReplicas
 from falconet.parallel.division import Division
+from falconet.parallel.environment import Place
+from falconet.parallel.grid import divide
+from falconet.parallel.world import World
+from falconet.train import build
 from falconet.train.build import BuiltPhase, open_site
 from falconet.train.capture import WARM, CapturedStep
 from falconet.train.loss import Loss
 from falconet.train.processes import prepare
 from falconet.train.step import Update
+from gloo import free_port
 from runs import assert_bitwise, stop_at
 from tiny import TINY
 
@@ -44,11 +58,15 @@ def test_updates_of_every_rule_are_captured(rule):
     assert reason(line=f"--optimizer {rule}") is None
 
 
+def test_updates_of_replicas_are_captured_also_with_sharded_state():
+    assert reason(replicas=2) is None
+    assert reason(line="--enable-optimizer-rts", replicas=2) is None
+
+
 def test_what_is_not_captured_has_a_reason():
     assert reason("cpu") == "there is no CUDA device"
     assert reason(line="--no-capture") == "--no-capture"
     assert reason(stages=2) == "stages of a pipeline wait for one another"
-    assert reason(replicas=2) == "replicas exchange gradients while they compute them"
     assert reason(line="--offload-optimizer") == "the optimizer's state is in host memory"
 
 
@@ -108,7 +126,7 @@ class Notes:
         self.model = torch.nn.Linear(2, 2)
         self.moving = SimpleNamespace(model=self.model, at=lambda update, lr: None)
         self.error = None
-        self.step = CapturedStep(self, stream.device, note=self.note.append)
+        self.step = CapturedStep(self, World(device=stream.device), note=self.note.append)
 
     def make(self, micro_batches):
         self.events.append(f"make {len(micro_batches[0].labels)}")
@@ -131,6 +149,19 @@ def test_a_shape_is_captured_after_three_updates_and_then_replayed(notes):
     assert notes.events == ["make 4"] * 3 + ["capture", "make 4"] + ["replay"] * 3
     assert all(result == results[0] for result in results)
     assert results[-1].loss is not results[-2].loss  # the next replay would overwrite it
+
+
+def test_graphs_go_with_their_step(notes):
+    """A communicator cannot be closed while a graph has messages of it, so the garbage collector would be too late."""
+    for _ in range(5):
+        notes.update()
+    graph = weakref.ref(next(iter(notes.step._graphs.values())))
+    gc.disable()
+    try:
+        notes.step = None
+        assert graph() is None
+    finally:
+        gc.enable()
 
 
 def test_each_size_and_every_change_of_what_is_trained_has_a_graph(notes):
@@ -237,20 +268,22 @@ CASES = {
         "--model resnet8-cifar --precision 16.16 --auto-loss-scaling --loss-scaling 16777216"
     ),
     "recompute": "--model resnet8-cifar --enable-recompute",
+    "recompute with drop path": "--model efficientnet-b0 --efficientnet-drop-path 0.3 --enable-recompute",
     "group norm": "--model resnet8-cifar --norm-type group --norm-num-groups 8",
 }
 
 
-def built(line):
+def built(line, world=None):
     launch = prepare(load(TrainOptions, from_line(f"{SMALL} {line}".split(), options_of(TrainOptions))))
-    return BuiltPhase(launch, open_site(launch))
+    site = open_site(launch)
+    return BuiltPhase(launch, replace(site, world=world, grid=divide(world, stages=1)) if world else site)
 
 
 class Trained:
     """A phase whose updates are made one by one."""
 
-    def __init__(self, line):
-        self.phase = built(line)
+    def __init__(self, line, world=None):
+        self.phase = built(line, world)
         self.state = self.phase.new_state()
         self.step = self.phase.step(self.state)
         self.made, self.skipped = [], []
@@ -438,3 +471,151 @@ def test_a_loss_that_is_not_finite_ends_a_captured_run_as_any_other(falconet):
     answers = [falconet(f"{line} {switch} --run-dir r{switch}") for switch in ("", "--no-capture")]
     assert answers[0].err == answers[1].err
     assert "the loss is nan" in answers[0].err
+
+
+# Replicas: NCCL takes one process per GPU, so on one GPU a replica exchanges its gradients with itself.
+
+REPLICAS = {
+    "accumulation, scale, moving average": (
+        "--model resnet8-cifar --precision 16.16 --loss-scaling 128 --gradient-accumulation 3 --ema-half-life 1"
+        " --bucket-size 0.05"
+    ),
+    "fused, automatic scale": "--model efficientnet-b0 --precision 16.16 --auto-loss-scaling --loss-scaling 16777216",
+    "sgd_combined": "--model resnet8-cifar --optimizer sgd_combined --gradient-accumulation 2",
+    "sharded adamw": "--model resnet8-cifar --optimizer adamw --enable-optimizer-rts --bucket-size 0.05",
+    "sharded lars in half": (
+        "--model resnet8-cifar --optimizer lars --enable-optimizer-rts --precision 16.16 --loss-scaling 128"
+    ),
+}
+MESSAGES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A world of one process that exchanges its gradients over NCCL."""
+    environment, hook = dict(os.environ), sys.excepthook
+    place = Place(launcher="test", rank=0, size=1, local_rank=0, local_size=1, port=free_port())
+    with join(place, torch.device("cuda", 0), timeout=60) as world:
+        yield world
+    sys.excepthook = hook
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The messages that Python sends, by name; `sent.fails` lets the second of every capture fail."""
+    found = SimpleNamespace(names=[], fails=False)
+
+    def counted(name, send):
+        def message(*args, **kwargs):
+            found.names.append(name)
+            found.in_capture = found.in_capture + 1 if torch.cuda.is_current_stream_capturing() else 0
+            if found.fails and found.in_capture == 2:
+                raise RuntimeError("NCCL cannot be captured here")
+            return send(*args, **kwargs)
+
+        return message
+
+    found.in_capture = 0
+    for name in MESSAGES:
+        monkeypatch.setattr(dist, name, counted(name, getattr(dist, name)))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REPLICAS)
+def test_captured_updates_of_a_replica_are_the_others_bit_for_bit(one_rank, sent, case, capfd):
+    line = f"--iterations 4 --epoch 2 {REPLICAS[case]}"
+    captured, plain = Trained(line, one_rank), Trained(f"{line} --no-capture", one_rank)
+    assert isinstance(captured.phase.replicas, AveragedReplicas)
+    updates, counts = captured.updates(), []
+    for micro_batches in updates:
+        before = len(sent.names)
+        captured.update(micro_batches)
+        counts.append(len(sent.names) - before)
+        plain.update(micro_batches)
+    each = counts[1]
+    assert each > 0
+    expected = [each + 1, *[each] * (WARM - 1), each + 1]  # one more after kernels are compiled, and after the capture
+    assert counts == expected + [0] * (UPDATES - WARM - 1)  # the graph has them
+    assert_same(captured, plain)
+    assert "not captured" not in capfd.readouterr().out
+
+
+SPANS = {
+    "shortcuts and a pool": "--model resnet18 --gradient-accumulation 2",
+    "gates in half": "--model efficientnet-b0 --precision 16.16 --loss-scaling 128 --ema-half-life 1",
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SPANS)
+def test_captured_updates_with_norms_over_replicas_are_the_others_bit_for_bit(one_rank, sent, case, capfd, monkeypatch):
+    monkeypatch.setattr(
+        build, "span_batchnorm", lambda model, grid, *, span: over(model, Span(grid.world, dist.group.WORLD))
+    )
+    line = f"--iterations 4 --epoch 2 {SPANS[case]}"
+    captured, plain = Trained(line, one_rank), Trained(f"{line} --no-capture", one_rank)
+    updates, gathered = captured.updates(), []
+    for micro_batches in updates:
+        before = sent.names.count("all_gather_into_tensor")
+        captured.update(micro_batches)
+        gathered.append(sent.names.count("all_gather_into_tensor") - before)
+        plain.update(micro_batches)
+    norms = captured.phase.placement.fused_norms[0]
+    each = 2 * norms * len(updates[0])  # forward and backward
+    assert gathered == [each] * (WARM + 1) + [0] * (UPDATES - WARM - 1)
+    assert_same(captured, plain)
+    assert "not captured" not in capfd.readouterr().out
+
+
+@pytest.mark.gpu
+def test_no_captured_update_of_a_replica_waits_for_the_host(one_rank):
+    trained = Trained(f"--iterations 4 --epoch 2 {REPLICAS['accumulation, scale, moving average']}", one_rank)
+    updates = trained.updates()
+    for micro_batches in updates[: WARM + 1]:
+        trained.update(micro_batches)
+    with no_waits():
+        for micro_batches in updates[WARM + 1 :]:
+            trained.update(micro_batches)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["accumulation, scale, moving average", "sgd_combined", "sharded adamw"])
+def test_a_replica_whose_messages_cannot_be_captured_continues_without_graphs(one_rank, sent, case, capfd):
+    line = f"--iterations 4 --epoch 2 {REPLICAS[case]}"
+    failed, plain = Trained(line, one_rank), Trained(f"{line} --no-capture", one_rank)
+    sent.fails = True
+    for micro_batches in failed.updates():
+        failed.update(micro_batches)
+        plain.update(micro_batches)
+    assert_same(failed, plain)
+    out = capfd.readouterr().out
+    assert out.count("not captured as CUDA graphs, which takes longer: NCCL cannot be captured here") == 1
+
+
+HANGS = """
+import torch
+from falconet.parallel import collectives
+from falconet.parallel.environment import Place
+
+collectives.MARGIN = 0.0
+place = Place(launcher="test", rank=0, size=1, local_rank=0, local_size=1, port=int({port}))
+world = collectives.join(place, torch.device("cuda", 0), timeout=2.0)
+world.at("update 7")
+replayed, graph = world.replay_watch(), torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    torch.cuda._sleep(1 << 40)
+graph.replay()
+replayed()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_a_replay_that_never_ends_ends_its_process_while_it_waits_for_the_device():
+    script = HANGS.format(port=free_port())
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "rank 0: timed out after 2 s in update 7: " in done.stderr

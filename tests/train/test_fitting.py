@@ -556,27 +556,44 @@ def test_a_small_device_gets_the_micro_batch_that_fits(falconet, small_device, p
     assert f"micro-batch {size} x" in found.out
 
 
+def kept_by(model, precision, *, side):
+    """Bytes of each tensor that the backward pass of the fused model keeps, of one image and for each further one."""
+    fused, regime = fusion.fuse(model).model, REGIMES[precision]
+
+    def forward(images, keep):
+        regime.run(memory._Fused(fused, keep).run, torch.zeros(images, side, side, 3).permute(0, 3, 1, 2))
+
+    one, two = (memory._saved(model, partial(forward, images)) for images in (1, 2))
+    return one, [more - less for less, more in zip(one, two, strict=True)]
+
+
+@pytest.mark.run
+def test_a_fused_group_norm_keeps_as_much_as_a_fused_batch_norm():
+    batch, group = (
+        zoo.build("resnet8-cifar", classes=10, seed=0, norm_type=norm, norm_num_groups=4) for norm in ("batch", "group")
+    )
+    (_, each), (_, other) = (kept_by(model, "32.32", side=32) for model in (batch, group))
+    assert sorted(each) == sorted(other)
+
+
 @pytest.mark.run
 @pytest.mark.parametrize(
     ("name", "precision", "allocated"),  # GiB, on an H200, 64 images of 224 x 224, with sgd
     [("resnet18", "32.32", 1.36), ("resnet18", "bf16.32", 0.81), ("mobilenet-v3-large", "32.32", 2.47)],
 )
 def test_what_fused_layers_keep_is_what_they_were_seen_to_take(name, precision, allocated):
-    model = zoo.build(name, classes=1000, seed=0).to(memory_format=torch.channels_last)
-    fused, regime = fusion.fuse(model).model, REGIMES[precision]
-
-    def forward(images, keep):
-        regime.run(memory._Fused(fused, keep).run, torch.zeros(images, 224, 224, 3).permute(0, 3, 1, 2))
-
-    one, two = (memory._saved(model, partial(forward, images)) for images in (1, 2))
-    growth = [more - less for less, more in zip(one, two, strict=True)]
+    model = zoo.build(name, classes=1000, seed=0)
+    one, growth = kept_by(model, precision, side=224)
     state = 3 * 4 * sum(weight.numel() for weight in model.parameters())  # weights, gradients, velocities
     need = state + sum(one) - sum(growth) + 64 * (sum(growth) + max(growth) + 18 * 224 * 224)
     assert 0.9 < need / (allocated * 2**30) < 1.1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", ["resnet18", "resnet50", "efficientnet-b0", "mobilenet-v3-large"])
+@pytest.mark.parametrize(
+    "model",
+    ["resnet18", "resnet50", "efficientnet-b0", "mobilenet-v3-large", "resnet50 --norm-type group"],
+)
 @pytest.mark.parametrize("precision", ["32.32", "16.32", "bf16.32"])
 def test_the_prediction_is_near_what_torch_allocates(model, precision):
     """Prints both, for docs/using/troubleshooting.md."""

@@ -45,9 +45,9 @@ def plan_lines(*, span: int, joined: int) -> list[str]:
     return WholeModel(setup).lines()
 
 
-def test_norms_over_several_processes_are_not_called_fused():
-    assert plan_lines(span=2, joined=2) == ["batch norms: 7 of 7 fused with what follows them"]
-    assert plan_lines(span=2, joined=1) == []
+@pytest.mark.parametrize("joined", [1, 2])
+def test_norms_over_several_processes_are_fused_too(joined):
+    assert plan_lines(span=2, joined=joined) == ["norms: 7 of 7 fused with what follows them"]
 
 
 @pytest.mark.parametrize("recompute", ["", "--enable-recompute"])
@@ -59,4 +59,4 @@ def test_plan_counts_fused_norms_of_recomputed_segments_too(recompute, monkeypat
     placement = build.BuiltPhase(launch, build.open_site(launch)).placement
     monkeypatch.setattr(Setup, "device", torch.device("cuda"))
     norms = sum(isinstance(module, torch.nn.BatchNorm2d) for module in placement._model[0].modules())
-    assert f"batch norms: {norms} of {norms} fused with what follows them" in placement.lines()
+    assert f"norms: {norms} of {norms} fused with what follows them" in placement.lines()

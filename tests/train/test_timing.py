@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from falconet.report import trace
-from falconet.report.throughput import HostMoments, Stopwatch
+from falconet.report.throughput import AHEAD, HostMoments, Stopwatch
 from falconet.report.trace import TABLE, TRACE
 from falconet.train.step import DeviceMoments, ProfiledStep, TimedStep, moments_of
 
@@ -93,3 +93,17 @@ def test_the_device_is_timed_without_waiting_for_it():
     short, long = watch.update_seconds()
     assert isinstance(moments_of(torch.device("cuda")), DeviceMoments)
     assert long > short > 0
+
+
+@pytest.mark.gpu
+def test_the_host_stays_near_the_device():
+    """An update that takes the host no time would otherwise keep its images on the device long before they are used."""
+    watch = Stopwatch(moments=moments_of(torch.device("cuda")))
+    ends = []
+    for _ in range(10):
+        torch.cuda._sleep(20_000_000)  # about 10 ms
+        ends.append(torch.cuda.Event())
+        ends[-1].record()
+        watch.updated()
+        assert all(end.query() for end in ends[:-AHEAD])
+    assert not ends[-1].query()

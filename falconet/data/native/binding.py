@@ -64,6 +64,8 @@ class Library:
         self._declare("falconet_workspace_free", None, pointer)
         self._declare("falconet_open", None, pointer, i32, pointer, pointer, pointer)
         self._declare("falconet_decode", None, pointer, i32, pointer, pointer, i32, i32, i32, pointer, pointer)
+        self._declare("falconet_encoded_sizes", None, pointer, i32, pointer)
+        self._declare("falconet_encoded", None, pointer, i32, pointer)
         self._declare("falconet_restart_marked", ctypes.c_int8, ctypes.c_char_p, i64, i32, i64, pointer, pointer)
         self._declare("falconet_free", None, pointer)
         self._declare("falconet_open_ranges", None, pointer, i32, pointer, pointer, pointer, pointer, pointer)
@@ -128,6 +130,7 @@ class Workspace:
         portable: bool = False,
     ) -> None:
         self._c = library.c
+        self._block = np.empty(0, np.uint8)
         self._handle: int | None = self._c.falconet_workspace(most_pixels, most_bytes, portable)
         if self._handle is None:
             raise MemoryError
@@ -162,6 +165,16 @@ class Workspace:
             statuses.ctypes.data,
         )
         return sizes, statuses
+
+    def encoded(self, count: int) -> tuple[PixelArray, IntArray]:  # bytes of all; N sizes, 0: not opened
+        """The opened files themselves, end to end in memory that the next call uses again."""
+        sizes = np.zeros(count, np.int64)
+        self._c.falconet_encoded_sizes(self._handle, count, sizes.ctypes.data)
+        total = int(sizes.sum())
+        if len(self._block) < total:
+            self._block = np.empty(total + total // 4, np.uint8)
+        self._c.falconet_encoded(self._handle, count, self._block.ctypes.data)
+        return self._block[:total], sizes
 
     def decode(
         self,

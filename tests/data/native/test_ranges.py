@@ -44,6 +44,19 @@ def test_sizes_and_pixels_are_those_of_the_same_files(library, file, tmp_path):
     assert np.array_equal(from_ranges, from_files)
 
 
+def test_opened_images_are_given_to_other_decoders_as_they_are(library, file):
+    handle, first, second = file
+    images = [[4, len(first), 0, len(first)], [0, 4, 0, 4], [4 + len(first), len(second) + 6, 6, len(second)]]
+    workspace, _, statuses = opened(library, Ranges([handle] * 3, np.array(images), None))
+    assert statuses == [Status.OK, Status.NOT_JPEG, Status.OK]
+    block, sizes = workspace.encoded(3)
+    assert sizes.tolist() == [len(first), 0, len(second)]
+    assert block.tobytes() == first + second
+    assert workspace.encoded(9)[1].tolist() == [len(first), 0, len(second), *[0] * 6]  # three were opened
+    workspace.open([])
+    assert workspace.encoded(3)[1].tolist() == [0, 0, 0]
+
+
 def test_without_checksums_none_is_compared(library, file):
     handle, first, _ = file
     places = np.array([[4, len(first), 0, len(first)]])

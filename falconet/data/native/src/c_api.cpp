@@ -1,5 +1,6 @@
 // The C functions that binding.py calls. None throws, none keeps a pointer it was given, and what happens to one image
 // happens to no other. A workspace belongs to one thread at a time.
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -143,6 +144,30 @@ FALCONET_API void falconet_decode(void* handle, int32_t count, const double* box
             status = guarded([&] { return workspace.decoder.decode(image.file.data(), image.size, request, row); });
         }
         statuses[i] = static_cast<int8_t>(status);
+        if (image.file.bytes() > kept_file_bytes) {
+            image.file.release();
+            image.status = Status::bad_request;  // until it is opened again
+        }
+    }
+}
+
+// Bytes of each of the files opened last; 0 for one whose status is not 0.
+FALCONET_API void falconet_encoded_sizes(void* handle, int32_t count, int64_t* sizes) {
+    const Workspace& workspace = *static_cast<Workspace*>(handle);
+    for (int32_t i = 0; i < count; ++i) {
+        const Image* image = i < workspace.opened ? workspace.images[static_cast<size_t>(i)].get() : nullptr;
+        sizes[i] = image != nullptr && image->status == Status::ok ? static_cast<int64_t>(image->size) : 0;
+    }
+}
+
+// The files opened last end to end, for another decoder; `out` has room for all of their sizes.
+FALCONET_API void falconet_encoded(void* handle, int32_t count, uint8_t* out) {
+    Workspace& workspace = *static_cast<Workspace*>(handle);
+    for (int32_t i = 0; i < std::min(count, workspace.opened); ++i) {
+        Image& image = *workspace.images[static_cast<size_t>(i)];
+        if (image.status != Status::ok) continue;
+        std::memcpy(out, image.file.data(), image.size);
+        out += image.size;
         if (image.file.bytes() > kept_file_bytes) {
             image.file.release();
             image.status = Status::bad_request;  // until it is opened again

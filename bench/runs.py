@@ -1,0 +1,77 @@
+"""Runs of `falconet train` one after the other in this process, and their speed; shared by comparisons in this folder.
+
+Starting a process takes seconds, most of it to import torch; five runs in one process are five runs of the same loop.
+"""
+
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PARTS = 4  # log points of a run; the first one is warm-up
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of a run after its first log point."""
+
+    images_per_second: float
+    waited: float  # percent of the time, for data
+    memory: float  # GiB of the device at most; 0 on a CPU
+
+
+def falconet(words: Sequence[str], log: Path) -> None:
+    """One command of the product; what it prints goes to the log. RuntimeError if it fails."""
+    from falconet import cli
+
+    with _printing_to(log):
+        code = cli.main(list(words))
+    if code:
+        raise RuntimeError(f"falconet {' '.join(words)}\n{log.read_text(errors='replace')[-2500:]}")
+
+
+def train(options: str) -> Speed:
+    """Train one epoch without validation."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        line = f"{options} --epoch 1 --warmup-epoch 0 --validation-mode none --logs-per-epoch {PARTS}"
+        falconet(["train", *line.split(), "--run-dir", f"{folder}/run"], Path(folder) / "log")
+        lines = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+        notes = [
+            line for line in (Path(folder) / "log").read_text(errors="replace").splitlines() if "not captured" in line
+        ]
+    print("\n".join(notes), end="\n" * len(notes), flush=True)  # such a run is slower
+    memory = 0.0
+    if torch.cuda.is_available():
+        memory = torch.cuda.max_memory_allocated() / 2**30
+        gc.collect()
+        torch.cuda.empty_cache()
+    counted = [entry for entry in map(json.loads, lines) if "train/images_per_second" in entry][1:PARTS]
+    rate = len(counted) / sum(1 / entry["train/images_per_second"] for entry in counted)
+    return Speed(rate, statistics.mean(entry["train/waiting_percent"] for entry in counted), memory)
+
+
+@contextmanager
+def _printing_to(log: Path) -> Iterator[None]:
+    """Standard output and error, of libraries and threads too."""
+    sys.stdout.flush()
+    kept = [os.dup(1), os.dup(2)]
+    with log.open("w") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        for number, descriptor in zip((1, 2), kept, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
