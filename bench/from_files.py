@@ -1,11 +1,11 @@
 """Compare training from JPEG files with synthetic data: images per second of each, their ratio, and the time waited.
 
     python bench/from_files.py FOLDER                                any folder of JPEG files, flat or not
-    python bench/from_files.py FOLDER --models resnet50:512 mobilenet-v3-large:512 --kinds files-cpu marked-both
+    python bench/from_files.py FOLDER --models resnet50:512 mobilenet-v3-large:512 --kinds files-cpu marked-cuda
     python bench/from_files.py FOLDER --device cpu --images 256 --models resnet18:16 --options="--image-size 64"
 
 Each measurement is `falconet train` with a model and its micro-batch, from files, from files with restart markers, or
-from shards that `falconet data pack` made of them, decoded by --decode-device cpu, cuda or both. The kinds take turns
+from shards that `falconet data pack` made of them, decoded by --decode-device cpu or cuda. The kinds take turns
 in one process per model, so that a change in the machine's speed affects all of them. The photos are linked repeatedly
 until there are --images, and come from the page cache. The first quarter of the updates is warm-up and not counted; it
 must be longer than what is read ahead, which takes up to 7,000 images.
@@ -26,7 +26,7 @@ ENDINGS = {".jpg", ".jpeg"}
 CLASSES = 1000
 OPTIONS = "--image-size 224 --precision 16.16 --loss-scaling 128"
 SYNTHETIC = "synthetic"
-KINDS = [f"{stored}-{decoded}" for stored, decoded in product(("files", "marked", "shards"), ("cpu", "cuda", "both"))]
+KINDS = [f"{stored}-{decoded}" for stored, decoded in product(("files", "marked", "shards"), ("cpu", "cuda"))]
 
 
 def link_photos(folder: Path, images: int, into: Path) -> None:

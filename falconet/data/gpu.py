@@ -114,20 +114,11 @@ class DeviceRows:
     dtype = torch.uint8
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        source: PhotoSource,
-        crops: Crops,
-        host: Reader,
-        rows: int | None = None,
-        shared: bool = False,
+        self, device: torch.device, *, source: PhotoSource, crops: Crops, host: Reader, rows: int | None = None
     ) -> None:
-        """`shared`: the host decodes every second photo of the source, always the same ones."""
-        self.size, self.rows = crops.size, rows or PORTION * (2 if shared else 1)
+        self.size, self.rows = crops.size, rows or PORTION
         self._device, self._source, self._crops, self._host = device, source, crops, host
-        self._open, self._is_shared = opener(source), shared
-        self._thread = threading.local()
+        self._open, self._thread = opener(source), threading.local()
 
     def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:
         read = np.ones(len(indices), dtype=np.bool_)
@@ -149,11 +140,10 @@ class DeviceRows:
 
     def _decode(self, indices: IntArray) -> dict[int, Tensor]:
         """The images that the device decoded, by row; the others are left to the host."""
-        rows = np.flatnonzero(indices & 1) if self._is_shared else np.arange(len(indices))
         most = Image.MAX_IMAGE_PIXELS or 2**27
         encoded: dict[int, Tensor] = {}
         sizes: dict[int, tuple[int, int]] = {}
-        for row, data in zip(rows.tolist(), self._encoded(indices[rows]), strict=True):
+        for row, data in enumerate(self._encoded(indices)):
             size = plain_size(data.numpy().data) if data is not None else None
             if data is not None and size and size.width * size.height <= most:
                 encoded[row], sizes[row] = data, (size.height, size.width)
