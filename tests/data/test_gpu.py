@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from falconet.data import gpu
 from falconet.data.crops import Crops
 from falconet.data.image_files import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
@@ -72,16 +73,12 @@ BICUBIC = replace(PREPROCESSING, interpolation="bicubic")
 
 
 def device_rows(source, augment, preprocessing=PREPROCESSING):
-    from falconet.data.gpu import DeviceRows
-
     crops, host = Crops(preprocessing=preprocessing, augment=augment, seed=6), pillow(source, augment, preprocessing)
-    return DeviceRows(DEVICE, source=source, crops=crops, host=host, rows=7)
+    return gpu.DeviceRows(DEVICE, source=source, crops=crops, host=host, rows=7)
 
 
 def resources(workers):
-    from falconet.data.gpu import DeviceBuffers
-
-    return Resources(workers=workers, device=DEVICE, buffers=DeviceBuffers(DEVICE))
+    return Resources(workers=workers, device=DEVICE, buffers=gpu.DeviceBuffers(DEVICE))
 
 
 def pillow(source, augment, preprocessing=PREPROCESSING):
@@ -127,6 +124,17 @@ def test_files_read_in_python_give_the_same_pixels(source, monkeypatch):
     monkeypatch.setattr("falconet.data.native.library", lambda: None)
     in_python = read(source)
     assert all((natively[index] == in_python[index]).all() for index in natively)
+
+
+def test_a_part_of_large_photos_is_decoded_in_portions_with_the_same_pixels(source, monkeypatch):
+    together, calls = read(source), []
+    decode_jpegs = gpu.decode_jpegs
+    monkeypatch.setattr(gpu, "PORTION_PIXELS", 60_000)  # two photos
+    monkeypatch.setattr(gpu, "decode_jpegs", lambda *given: calls.append(len(given[0])) or decode_jpegs(*given))
+    apart = read(source)
+    assert len(calls) > 5
+    assert max(calls) <= 2
+    assert all((together[index] == apart[index]).all() for index in together)
 
 
 def loader_of(source, workers, **shape):
