@@ -109,7 +109,7 @@ def _joined(conv: nn.Conv2d | None, norm: nn.BatchNorm2d, x: Tensor) -> tuple[Te
     """The weight of a convolution that is left to the norm's kernels and its input, or None and its result."""
     if conv is None:
         return None, x
-    return (conv.weight, x) if pointwise.fits(conv, x) and fits(x, norm) else (None, conv(x))
+    return (conv.weight, x) if fits(x, norm) and pointwise.fits(conv, x) else (None, conv(x))
 
 
 def _convolved(weight: Tensor | None, x: Tensor) -> Tensor:

@@ -93,7 +93,8 @@ def _gradient(dz, dz2, y, tile, count, columns, a, b, c, mean, bias, OUT: tl.con
     v = tl.load(y + offsets, mask=inside, other=0.0).to(tl.float32)
     if ACT > 0:
         d = passed(normed(v, a, bias, mean), d, ACT)
-    return (d * a + (v - mean) * b + c).to(y.dtype.element_ty)
+    d = d * a + (v - mean) * b + c
+    return tl.where(inside, d, 0.0).to(y.dtype.element_ty)  # of no pixel it may be infinite, and the product NaN
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def _convolve_back(dz, dz2, y, statistics, slopes, x, weight, dx, partial, count
         dw2 = tl.zeros((INNER, REST), tl.float32)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         offsets, inside = _tile_at(tile, count, inner, IN, ROWS, IN == INNER)
-        given = tl.trans(tl.load(x + offsets, mask=inside, other=0.0))  # 0 where no row is: the weight gets nothing
+        given = tl.trans(tl.load(x + offsets, mask=inside, other=0.0))
         d = _gradient(dz, dz2, y, tile, count, outer, a, b, c, mean, bias, OUT, ACT, TWO, ROWS, OUTER <= OUT)
         back = tl.dot(w, tl.trans(d))
         dw = tl.dot(given, d, dw)

@@ -90,12 +90,14 @@ class _Segment:
     piece: fx.GraphModule
     norms: tuple[_BatchNorm, ...]
     random: bool
-    single: bool  # one layer: its inputs and outputs are stored, so there is nothing to recompute
+    single: bool  # one layer that keeps nothing but its inputs and outputs: there is nothing to recompute
 
     @classmethod
     def of(cls, piece: fx.GraphModule) -> "_Segment":
         norms = tuple(module for module in piece.modules() if isinstance(module, _BatchNorm))
-        return cls(piece, norms, is_random(piece), sum(node.op != "get_attr" for node in computed(piece)) == 1)
+        layers = [node for node in computed(piece) if node.op != "get_attr"]
+        single = len(layers) == 1 and not any(map(_is_two, piece.modules()))
+        return cls(piece, norms, is_random(piece), single)
 
     def __call__(self, *values: Any) -> Any:
         if self.single:
@@ -117,6 +119,11 @@ class _Segment:
         drawn: list[Any] = []
         again = _DrawnBefore(drawn) if keeps else contextlib.nullcontext()
         return _Drawn(drawn) if keeps else contextlib.nullcontext(), _both(_statistics_aside(self.norms), again)
+
+
+def _is_two(layer: nn.Module) -> bool:
+    """Whether it is a norm with the convolution before it, whose result it keeps."""
+    return isinstance(getattr(layer, "norm", None), _BatchNorm) and isinstance(getattr(layer, "conv", None), nn.Conv2d)
 
 
 @contextlib.contextmanager

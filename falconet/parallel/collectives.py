@@ -278,7 +278,10 @@ class Processes(World):
 
     @property
     def _captures(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        try:
+            return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # an earlier error of the device's
+            return False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Leave together; after an error, do not wait for the others, who will notice and stop too."""

@@ -6,7 +6,7 @@ import json
 import torch
 from torch import nn
 
-from falconet.models import fused_layers, pointwise, pointwise_kernels
+from falconet.models import batchnorm_kernels, fused_layers, pointwise, pointwise_kernels
 from falconet.models.fused_layers import FusedNorm
 from falconet.models.pointwise_kernels import Tiling
 
@@ -18,6 +18,23 @@ def branch(inputs, outputs, noise):
     for tensor in (conv.weight, norm.weight, norm.bias):
         tensor.data.copy_(torch.randn(tensor.shape, generator=noise))
     return conv, norm
+
+
+def of_a_short_tile():
+    """Whether the weight's gradient is finite in fp16 where that of pixels that do not exist would not be."""
+    noise = torch.Generator().manual_seed(0)
+
+    def images(channels, scale):
+        drawn = torch.randn(3, channels, 5, 5, generator=noise) * scale
+        return drawn.half().contiguous(memory_format=torch.channels_last)
+
+    x, y = images(16, 1.0), images(24, 1.0) + 30
+    dz = (y - 30) * 3000  # so that the slope of a value is -3,000, and of one that is 30 too small 90,000
+    found = batchnorm_kernels.statistics(y, torch.ones(24), torch.zeros(24), None, eps=1e-5)
+    reached, slopes, _ = batchnorm_kernels.sum_gradients(dz, y, found, act="none")
+    weight = torch.randn(24, 16, 1, 1, generator=noise) / 100
+    dx, dw = pointwise_kernels.backward(reached, y, found, slopes.found, x, weight)
+    return {"not finite": float(not (dx.isfinite().all() and dw.isfinite().all()))}
 
 
 def errors(inputs, outputs, *, side=5, act=None, shortcut=None, forks=False, mean=0.0):
@@ -76,6 +93,7 @@ if __name__ == "__main__":
                 "added, two gradients": errors(16, 32, act=relu, shortcut=0, forks=True),
                 "two convolutions": errors(16, 32, act=relu, shortcut=24, forks=True),
                 "one gradient by cuDNN": errors(16, 264, side=2, act=relu, shortcut=136),
+                "a short tile in fp16": of_a_short_tile(),
                 "huge mean": errors(16, 24, mean=100.0),
             }
         )

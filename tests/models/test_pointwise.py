@@ -12,7 +12,7 @@ from falconet.models.pointwise import can_compute
 CASES = [
     *("few channels", "whole tiles", "one pixel of an image", "channels in two parts", "many inputs"),
     *("too many for one gradient", "two gradients", "added", "added, two gradients", "two convolutions"),
-    *("one gradient by cuDNN", "huge mean"),
+    *("one gradient by cuDNN", "a short tile in fp16", "huge mean"),
 ]
 ROUNDED = {"huge mean": 1e-3}  # of the convolution's result in fp32, whose deviation is small beside its mean
 
@@ -88,6 +88,14 @@ def test_a_convolution_whose_result_is_used_elsewhere_stays_as_it_is():
     assert joined(nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))) == [(8, 8)]
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 3.0])
+def test_a_trial_accepts_only_what_agrees(wrong):
+    right, other = torch.arange(1.0, 5.0), torch.tensor([1.0, 2.0, 3.0, wrong])
+    assert pointwise._agree((right, right), (right * 1.001, right), what="it")
+    with pytest.warns(UserWarning, match="compiles it to wrong results"):
+        assert not pointwise._agree((right, right), (other, right), what="it")
+
+
 @pytest.mark.gpu
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
     from falconet.models import pointwise_kernels
@@ -117,8 +125,17 @@ GPU_CASES = [
     *((32, 16, "none", False), (16, 96, "silu", False), (144, 24, "none", False), (240, 40, "none", True)),
     *((32, 192, "silu", False), (32, 192, "silu", True), (192, 32, "none", False), (112, 112, "relu", True)),
     *((64, 64, "relu", False), (64, 128, "relu", False), (128, 256, "none", True), (256, 128, "relu", True)),
+    *((80, 480, "silu", False), (96, 24, "none", True), (112, 672, "silu", False), (144, 40, "none", True)),
+    *((48, 24, "none", True), (24, 24, "none", False), (144, 32, "none", True), (192, 56, "none", True)),
+    *((56, 336, "silu", False), (160, 960, "silu", False), (120, 40, "none", False), (184, 80, "none", False)),
+    *((200, 80, "none", False), (256, 512, "none", False)),
     *((256, 256, "relu", False), (128, 512, "none", False), (256, 1024, "none", True), (64, 256, "none", True)),
 ]
+
+
+@pytest.mark.parametrize("name", ["resnet50", "resnext50", "efficientnet-b0", "efficientnet-b4", "mobilenet-v3-large"])
+def test_the_widths_of_a_network_are_tried_on_a_gpu(name):
+    assert set(joined(zoo.build(name, classes=10, seed=0))) <= {case[:2] for case in GPU_CASES}
 
 
 @pytest.mark.gpu

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from falconet.errors import ConfigError
-from falconet.numerics.recompute import automatic, matching, measure_footprint, recompute, recompute_stage
+from falconet.models import fusion
+from falconet.numerics.recompute import _Segment, automatic, matching, measure_footprint, recompute, recompute_stage
 
 MODELS = {
     "resnet8-cifar": 16,
@@ -378,3 +379,9 @@ def test_choosing_blocks_leaves_the_model_unchanged():
     automatic(model, example=torch.empty(2, 3, 16, 16), budget_bytes=None)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert math.isfinite(model(images("resnet8-cifar")).sum().item())
+
+
+def test_a_norm_with_its_convolution_is_recomputed_and_a_norm_alone_is_not():
+    conv, norm = nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16)
+    assert not _Segment.of(fusion.fuse(nn.Sequential(conv, norm)).model).single
+    assert _Segment.of(fusion.fuse(nn.Sequential(norm)).model).single
