@@ -1,22 +1,25 @@
 """Compare training from JPEG files with synthetic data: images per second of each, their ratio, and the time waited.
 
     python bench/from_files.py FOLDER                                any folder of JPEG files, flat or not
-    python bench/from_files.py FOLDER --models resnet50:512 mobilenet-v3-large:512 --kinds files-cpu marked-both
+    python bench/from_files.py FOLDER --models resnet50:512 mobilenet-v3-large:512 --kinds files-cpu marked-cuda
     python bench/from_files.py FOLDER --device cpu --images 256 --models resnet18:16 --options="--image-size 64"
 
 Each measurement is `falconet train` with a model and its micro-batch, from files, from files with restart markers, or
-from shards that `falconet data pack` made of them, decoded by --decode-device cpu, cuda or both. The kinds take turns
+from shards that `falconet data pack` made of them, decoded by --decode-device cpu or cuda. The kinds take turns
 in one process per model, so that a change in the machine's speed affects all of them. The photos are linked repeatedly
 until there are --images, and come from the page cache. The first quarter of the updates is warm-up and not counted; it
-must be longer than what is read ahead, which takes up to 7,000 images.
+must be longer than what is read ahead, which takes up to 7,000 images. A run that fails is reported and left out; the
+exit code is 1 then. The table at the end has the runs of this call only; --output keeps each with its options.
 """
 
 import argparse
 import json
 import multiprocessing
 import statistics
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
@@ -26,7 +29,8 @@ ENDINGS = {".jpg", ".jpeg"}
 CLASSES = 1000
 OPTIONS = "--image-size 224 --precision 16.16 --loss-scaling 128"
 SYNTHETIC = "synthetic"
-KINDS = [f"{stored}-{decoded}" for stored, decoded in product(("files", "marked", "shards"), ("cpu", "cuda", "both"))]
+LIBRARIES = ("falconet", "torch", "torchvision")
+KINDS = [f"{stored}-{decoded}" for stored, decoded in product(("files", "marked", "shards"), ("cpu", "cuda"))]
 
 
 def link_photos(folder: Path, images: int, into: Path) -> None:
@@ -60,8 +64,8 @@ def marked_photos(folder: Path, into: Path) -> Path:
     return into
 
 
-def compare(model: str, args: argparse.Namespace, home: Path) -> None:
-    """All kinds with one model; run in a process of its own."""
+def compare(model: str, args: argparse.Namespace, home: Path, outputs: Sequence[Path]) -> None:
+    """All kinds with one model; run in a process of its own, which ends with code 1 if one of them fails."""
     name, _, batch = model.partition(":")
     options = f"--model {name} --micro-batch-size {batch} --device {args.device} {args.options}"
     # As ImageNet, not as a folder, which would bring the optimizer and augmentation of the config `photos`.
@@ -70,23 +74,27 @@ def compare(model: str, args: argparse.Namespace, home: Path) -> None:
     for kind in args.kinds:
         stored, _, decoded = kind.partition("-")
         data[kind] = photos.format(home / stored, decoded)
-    rates: dict[str, list[float]] = {kind: [] for kind in data}
+    about = {"options": options, "images": args.images, "versions": {name: version(name) for name in LIBRARIES}}
+    failed = False
     for number in range(args.rounds):
+        synthetic: float | None = None  # of this round
         for kind, given in data.items():
             try:
                 speed = train(f"{options} {given}")
             except RuntimeError as error:
                 print(f"{model} {kind} failed: {error}", flush=True)
+                failed = True
                 continue
             rate = speed.images_per_second
-            rates[kind].append(rate)
-            ratio = rate / rates[SYNTHETIC][-1]
-            words = f"{rate:8,.0f} images/s  {ratio:6.1%} of synthetic  waited {speed.waited:.1f} %"
+            synthetic = rate if kind == SYNTHETIC else synthetic
+            ratio = f"{rate / synthetic:6.1%} of synthetic  " if synthetic else ""
+            words = f"{rate:8,.0f} images/s  {ratio}waited {speed.waited:.1f} %"
             print(f"{model:24} round {number + 1}  {kind:12} {words}", flush=True)
-            if args.output:
-                with args.output.open("a") as file:
-                    entry = {"model": model, "kind": kind, "images_per_second": rate, "waited_percent": speed.waited}
-                    file.write(json.dumps(entry) + "\n")
+            entry = {"model": model, "kind": kind, "images_per_second": rate, "waited_percent": speed.waited}
+            for output in outputs:
+                with output.open("a") as file:
+                    file.write(json.dumps(entry | about) + "\n")
+    sys.exit(failed)
 
 
 def table(path: Path) -> Iterator[str]:
@@ -98,9 +106,10 @@ def table(path: Path) -> Iterator[str]:
     yield f"| model and batch | {' | '.join(kind.replace('-', ', ') for kind in kinds)} |"
     yield "|---|" + "---:|" * len(kinds)
     for model, found in rates.items():
-        whole = statistics.median(found[SYNTHETIC])
-        medians = [statistics.median(found[kind]) if kind in found else None for kind in kinds]
-        cells = [f"{median:,.0f} ({median / whole:.1%})" if median else "" for median in medians]
+        medians = {kind: statistics.median(rates) for kind, rates in found.items()}
+        whole = medians.get(SYNTHETIC)
+        words = {kind: f"{rate:,.0f}" + (f" ({rate / whole:.1%})" if whole else "") for kind, rate in medians.items()}
+        cells = [words.get(kind, "") for kind in kinds]
         yield f"| {model.replace(':', ', ')} | {' | '.join(cells)} |"
 
 
@@ -117,7 +126,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        args.output = args.output or home / "runs.jsonl"
+        runs, failed = home / "runs.jsonl", False
+        runs.touch()
         stored, count = {kind.partition("-")[0] for kind in args.kinds}, max(args.images, CLASSES)
         link_photos(args.folder, count, home / "files")
         if "marked" in stored:
@@ -126,10 +136,13 @@ def main() -> None:
             falconet(["data", "pack", str(home / "files"), str(home / "shards")], home / "pack.log")
             print((home / "pack.log").read_text().splitlines()[-1], flush=True)
         for model in args.models:
-            process = multiprocessing.get_context("spawn").Process(target=compare, args=(model, args, home))
+            outputs = [runs, args.output] if args.output else [runs]
+            process = multiprocessing.get_context("spawn").Process(target=compare, args=(model, args, home, outputs))
             process.start()
             process.join()
-        print("\n".join(table(args.output)))
+            failed = failed or process.exitcode != 0
+        print("\n".join(table(runs)))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -44,20 +44,27 @@ def train(options: str) -> Speed:
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         line = f"{options} --epoch 1 --warmup-epoch 0 --validation-mode none --logs-per-epoch {PARTS}"
-        falconet(["train", *line.split(), "--run-dir", f"{folder}/run"], Path(folder) / "log")
+        try:
+            falconet(["train", *line.split(), "--run-dir", f"{folder}/run"], Path(folder) / "log")
+        finally:
+            memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+            give_memory_back()
         lines = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
         notes = [
             line for line in (Path(folder) / "log").read_text(errors="replace").splitlines() if "not captured" in line
         ]
     print("\n".join(notes), end="\n" * len(notes), flush=True)  # such a run is slower
-    memory = 0.0
-    if torch.cuda.is_available():
-        memory = torch.cuda.max_memory_allocated() / 2**30
-        gc.collect()
-        torch.cuda.empty_cache()
     counted = [entry for entry in map(json.loads, lines) if "train/images_per_second" in entry][1:PARTS]
     rate = len(counted) / sum(1 / entry["train/images_per_second"] for entry in counted)
     return Speed(rate, statistics.mean(entry["train/waiting_percent"] for entry in counted), memory)
+
+
+def give_memory_back() -> None:
+    """To the next run, or to another process whose turn is next."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing happens where CUDA was not used
 
 
 @contextmanager

@@ -7,12 +7,12 @@
     python bench/peers/train.py --device cpu --networks mobilenet-v3-large --batch 8 --updates 8 --warmup 1
 
 Falconet is `falconet train --data synthetic`, counted from its first log point on, with weights in half precision too;
-falconet-mixed has fp32 weights, as the peers with `--amp`. Those are in loops.py, channels-last, and their warm-up is
-not counted. First all networks are compiled at the same time, each in its own processes, which wait while another one
-measures. Then the networks and methods take turns, one run at a time, so that a change in the machine's speed affects
-all of them. Each run is printed, and added to --output, when it is done; the table at the end, whose rows go to
-docs/knowing/results.md, has medians and the range of the runs. No run starts that is expected to end after --minutes.
-Three networks take about 7 minutes on an H200, most of them to compile.
+falconet-mixed has fp32 weights, as the peers with `--amp`, and is the one to compare them with. Those are in loops.py,
+channels-last, and their warm-up is not counted. First all networks are compiled at the same time, each in its own
+processes, which wait while another one measures. Then the networks and methods take turns, one run at a time, so that a
+change in the machine's speed affects all of them. Each run is printed, and added to --output, when it is done; the
+table at the end, whose rows go to docs/knowing/results.md, has medians and the range of the runs. No run starts that is
+expected to end after --minutes. Three networks take about 7 minutes on an H200, most of them to compile.
 """
 
 import argparse
@@ -116,12 +116,15 @@ def table(runs: Iterable[Run]) -> Iterator[str]:
         goals[title] = str(run["goal"])
     methods = [method for method in METHODS if any(method in rates for rates in found.values())]
     order = [network.title for network in NETWORKS.values()]
-    yield "| network | " + " | ".join(method.replace("-", ", ") for method in methods) + " | of the best peer | goal |"
-    yield "|---|" + "---:|" * (len(methods) + 2)
+    ours = [method for method in methods if method in OURS]
+    heads = [*methods, *(f"{method} / best peer" for method in ours)]
+    yield "| network | " + " | ".join(head.replace("-", ", ") for head in heads) + " | goal |"
+    yield "|---|" + "---:|" * (len(heads) + 1)
     for title in sorted(found, key=lambda title: order.index(title.partition(", ")[0])):
         rates = found[title]
         cells = [_cell(rates.get(method, [])) for method in methods]
-        yield f"| {title} | " + " | ".join([*cells, _ratio(rates), goals[title]]) + " |"
+        cells += [_ratio(method, rates) for method in ours]
+        yield f"| {title} | " + " | ".join([*cells, goals[title]]) + " |"
 
 
 def _cell(rates: Sequence[float]) -> str:
@@ -131,10 +134,9 @@ def _cell(rates: Sequence[float]) -> str:
     return f"{statistics.median(rates):,.{digits}f} ({min(rates):,.{digits}f} to {max(rates):,.{digits}f})"
 
 
-def _ratio(rates: dict[str, list[float]]) -> str:
+def _ratio(own: str, rates: dict[str, list[float]]) -> str:
     peers = [statistics.median(runs) for method, runs in rates.items() if method not in OURS]
-    ours = rates.get("falconet")
-    return f"{statistics.median(ours) / max(peers):.2f}x" if ours and peers else ""
+    return f"{statistics.median(rates[own]) / max(peers):.2f}x" if own in rates and peers else ""
 
 
 def _goal(job: Job) -> str:
@@ -151,7 +153,7 @@ def _stored(paths: Sequence[Path]) -> Iterator[Run]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=[*NETWORKS, "all"], default=["resnet50"])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if m != OURS[1]])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--format", choices=FORMATS, help="default: float16 on cuda, float32 on a CPU")
     parser.add_argument("--batch", type=int, help="default: the network's")
@@ -185,7 +187,8 @@ def main() -> None:
         for each in chosen
     ]
     clock, runs = Clock(args.minutes), list[Run]()
-    methods = [method for method in METHODS if method in args.methods]
+    all_methods = [method for method in METHODS if form != "float32" or method != OURS[1]]  # the same as OURS[0] there
+    methods = [method for method in METHODS if method in (args.methods or all_methods)]
     for job, method, rate in measured(jobs, methods, rounds=args.rounds, clock=clock, prepare=args.prepare):
         run: Run = {"title": job.title, "method": method, "images_per_second": rate, "goal": _goal(job)}
         runs.append(run | {"updates": job.updates, "format": form, "device": name, "versions": versions})

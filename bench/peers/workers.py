@@ -5,11 +5,9 @@ keeps what torch.compile made, and what cuDNN's trials found.
 """
 
 import contextlib
-import gc
-import json
 import multiprocessing
 import os
-import tempfile
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +20,14 @@ import torch
 from loops import timm_loop, torchvision_loop
 from networks import CLASSES, NETWORKS, Network
 
+sys.path.append(str(Path(__file__).parents[1]))
+from runs import PARTS, give_memory_back, train
+
 OURS = ("falconet", "falconet-mixed")
 METHODS = (*OURS, "torchvision", "torchvision-compiled", "timm", "timm-compiled")
 FORMATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REGIMES = {"float32": "32.32", "float16": "16.16 --loss-scaling 128", "bfloat16": "bf16.bf16"}
 MIXED = {"float32": "32.32", "float16": "16.32 --loss-scaling 128", "bfloat16": "bf16.32"}  # with weights in fp32
-PARTS = 4  # log points of Falconet's run; the first is warm-up
 PREPARED = 2  # updates of a peer while the processes prepare together
 ATTEMPTS, PAUSE = 4, 10.0  # to prepare: the others may use the memory meanwhile; seconds between them
 PREPARE = "prepare"
@@ -69,25 +69,14 @@ class Falconet:
 
     def measure(self, method: str) -> float:
         """Images per second after the first log point."""
-        rates = self._train(method, updates=self._job.updates)[1:]
-        return len(rates) / sum(1 / rate for rate in rates)
+        return self._train(method, updates=self._job.updates)
 
-    def _train(self, method: str, *, updates: int) -> list[float]:
-        from falconet import cli
-
+    def _train(self, method: str, *, updates: int) -> float:
         job = self._job
         regime = (REGIMES if method == "falconet" else MIXED)[job.format]
-        with tempfile.TemporaryDirectory() as folder:
-            line = f"--model {job.name} --image-size {job.image_size} --data synthetic --classes {CLASSES}"
-            line += f" --device {job.device} --precision {regime} --micro-batch-size {job.batch}"
-            line += f" --iterations {updates} --epoch 1 --warmup-epoch 0 --validation-mode none"
-            line += f" --logs-per-epoch {PARTS} --run-dir {folder}/run"
-            code = cli.main(["train", *line.split()])
-            _give_memory_back(job.device)
-            if code:
-                raise RuntimeError(f"falconet train {line} ended with code {code}")
-            entries = map(json.loads, (Path(folder) / "run/metrics.jsonl").read_text().splitlines())
-            return [entry["train/images_per_second"] for entry in entries if "train/images_per_second" in entry][:PARTS]
+        line = f"--model {job.name} --image-size {job.image_size} --data synthetic --classes {CLASSES}"
+        line += f" --device {job.device} --precision {regime} --micro-batch-size {job.batch} --iterations {updates}"
+        return train(line).images_per_second
 
 
 class Peers:
@@ -104,12 +93,12 @@ class Peers:
         for method in methods:
             if method.endswith("-compiled"):
                 self._run(method, PREPARED)
-                _give_memory_back(self._job.device)
+                give_memory_back()
 
     def measure(self, method: str) -> float:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = True, False  # as in both scripts
         seconds = self._run(method, self._job.updates, warmup=self._job.warmup)
-        _give_memory_back(self._job.device)
+        give_memory_back()
         return self._job.batch * self._job.updates / seconds
 
     def _run(self, method: str, updates: int, *, warmup: int = 0) -> float:
@@ -142,13 +131,6 @@ class Peers:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def _give_memory_back(device: str) -> None:
-    """To the process whose turn is next."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 class Worker:
@@ -222,6 +204,6 @@ def _patiently(prepare: Prepare, device: str) -> None:
             if attempt == ATTEMPTS - 1 or device != "cuda":
                 raise
             traceback.print_exc()
-        _give_memory_back(device)
+        give_memory_back()
         time.sleep(PAUSE)
     raise AssertionError

@@ -174,7 +174,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ),
     *((name, "data from the host (not --data synthetic)", _host_data) for name in _HOST_OPTIONS),
     *((name, "--data imagenet or folder", _photos) for name in _PHOTO_OPTIONS),
-    ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device in ("auto", "cpu")),
+    ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device != "cuda"),
     *((name, "--replicas", _has_replicas) for name in ("enable-optimizer-rts", "identical-replica-seeding")),
     *((name, "--replicas or --pipeline-splits", _has_processes) for name in _PROCESS_OPTIONS),
     ("pipeline-schedule", "--pipeline-splits", _has_stages),

@@ -1,7 +1,7 @@
 """JPEG files decoded on the device, where it gives the same picture as Pillow; other images on the host."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +82,29 @@ def _frame(frame: Bytes) -> tuple[Size, bool] | None:
 
 
 PORTION = 128  # images per call: nvJPEG is efficient with many at once (bench/decode_device.py)
+PORTION_PIXELS = 2**26  # at most, if there are several: 0.2 GB per thread
+
+
+class Photo(NamedTuple):
+    """A file for the device, and its row in the batch."""
+
+    row: int
+    data: Tensor
+    size: Size
+
+
+def portions(photos: Iterable[Photo]) -> Iterator[list[Photo]]:
+    """Neighbours of at most PORTION_PIXELS together; a photo of more is alone."""
+    portion, pixels = list[Photo](), 0
+    for photo in photos:
+        own = photo.size.width * photo.size.height
+        if portion and pixels + own > PORTION_PIXELS:
+            yield portion
+            portion, pixels = [], 0
+        portion.append(photo)
+        pixels += own
+    if portion:
+        yield portion
 
 
 class DeviceBuffers(Buffers):
@@ -103,7 +126,7 @@ class DeviceBuffers(Buffers):
 class DeviceRows:
     """JPEG files through torchvision's nvJPEG; everything else through the host's reader, with the same crop and flip.
 
-    The loader's threads call it. Each has its own stream and waits for it at the end of a part: then the pixels are
+    The loader's threads call it. Each has its own stream and waits for it after each portion: then the pixels are
     complete and what was decoded may be freed. (Torchvision writes on a stream that torch's allocator does not know, so
     a decoded image must not be freed before the last kernel that reads it is done.)
 
@@ -114,55 +137,52 @@ class DeviceRows:
     dtype = torch.uint8
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        source: PhotoSource,
-        crops: Crops,
-        host: Reader,
-        rows: int | None = None,
-        shared: bool = False,
+        self, device: torch.device, *, source: PhotoSource, crops: Crops, host: Reader, rows: int | None = None
     ) -> None:
-        """`shared`: the host decodes every second photo of the source, always the same ones."""
-        self.size, self.rows = crops.size, rows or PORTION * (2 if shared else 1)
+        self.size, self.rows = crops.size, rows or PORTION
         self._device, self._source, self._crops, self._host = device, source, crops, host
-        self._open, self._is_shared = opener(source), shared
-        self._thread = threading.local()
+        self._open, self._thread = opener(source), threading.local()
 
     def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:
         read = np.ones(len(indices), dtype=np.bool_)
-        stream = self._stream()
-        with torch.cuda.stream(stream):
-            decoded = self._decode(indices)
-            if decoded:
-                rows = np.array(list(decoded))
-                self._place(list(decoded.values()), indices[rows], out, rows, epoch)
+        with torch.cuda.stream(self._stream()):
+            decoded = set[int]()
+            for portion in portions(self._plain(indices)):
+                decoded.update(self._decode(portion, indices, epoch=epoch, out=out))
             left = [row for row in range(len(indices)) if row not in decoded]
             if left:
                 pixels = self._scratch(len(left))
                 read[left] = self._host.read(indices[left], epoch=epoch, out=pixels.numpy())
                 out[torch.tensor(left, device=self._device)] = pixels.to(self._device, non_blocking=True)
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps; waiting for a stream spins
-        done.record(stream)
-        done.synchronize()
+                self._wait()
         return read
 
-    def _decode(self, indices: IntArray) -> dict[int, Tensor]:
-        """The images that the device decoded, by row; the others are left to the host."""
-        rows = np.flatnonzero(indices & 1) if self._is_shared else np.arange(len(indices))
+    def _plain(self, indices: IntArray) -> Iterator[Photo]:
+        """Those that the device can decode."""
         most = Image.MAX_IMAGE_PIXELS or 2**27
-        encoded: dict[int, Tensor] = {}
-        sizes: dict[int, tuple[int, int]] = {}
-        for row, data in zip(rows.tolist(), self._encoded(indices[rows]), strict=True):
+        for row, data in enumerate(self._encoded(indices)):
             size = plain_size(data.numpy().data) if data is not None else None
             if data is not None and size and size.width * size.height <= most:
-                encoded[row], sizes[row] = data, (size.height, size.width)
-        images = decode_jpegs(list(encoded.values()), self._device)
-        return {
-            row: image
-            for row, image in zip(encoded, images, strict=True)
-            if image is not None and tuple(image.shape) == (3, *sizes[row])
+                yield Photo(row, data, size)
+
+    def _decode(self, portion: Sequence[Photo], indices: IntArray, *, epoch: int, out: Tensor) -> list[int]:
+        """Write photos into their rows; returns the rows. The others, which nvJPEG refused, are left to the host."""
+        images = decode_jpegs([photo.data for photo in portion], self._device)
+        decoded = {
+            photo.row: image
+            for photo, image in zip(portion, images, strict=True)
+            if image is not None and tuple(image.shape) == (3, photo.size.height, photo.size.width)
         }
+        if decoded:
+            rows = np.array(list(decoded))
+            self._place(list(decoded.values()), indices[rows], out, rows, epoch)
+        self._wait()
+        return list(decoded)
+
+    def _wait(self) -> None:
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps; waiting for a stream spins
+        done.record(self._stream())
+        done.synchronize()
 
     def _encoded(self, indices: IntArray) -> Iterator[Tensor | None]:
         """The bytes of each file, until the next call; None if it cannot be read, which the host's reader reports."""

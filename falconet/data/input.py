@@ -28,9 +28,7 @@ from falconet.parallel.world import World
 from falconet.report.console import Say
 
 MOST_WORKERS = 32  # the originals' limit
-# If the device decodes: two threads keep it busy, and more than four compete with each other. If it decodes half of the
-# photos, as many besides one per core, because they wait for it.
-DEVICE_WORKERS = 3
+DEVICE_WORKERS = 3  # if the device decodes: two threads keep it busy, and more than four compete with each other
 SHARE = 4  # a quarter of the free memory for reading ahead, one for the training cache, one for the validation cache
 
 
@@ -85,11 +83,10 @@ class Input:
         asked = data.dataloader_rebatch_size
         rows = None if asked == "auto" else min(asked, data.micro_batch)
         reader = _cached(reader_for(source, crops=crops, bad=bad), source, crops, data)
-        where = decode_device(data, source, device)
-        if not isinstance(source, ArraySource) and where != "cpu":
+        if not isinstance(source, ArraySource) and decode_device(data, source, device) == "cuda":
             from falconet.data.gpu import DeviceRows
 
-            return DeviceRows(device, source=source, crops=crops, host=reader, rows=rows, shared=where == "both")
+            return DeviceRows(device, source=source, crops=crops, host=reader, rows=rows)
         if data.eight_bit_io:
             return PixelRows(reader, rows=rows)
         on_host, dtype = data.normalization_location == "host", self.regime.formats(device)["activations"]
@@ -101,7 +98,7 @@ class Input:
     def resources(self, source: Source) -> Resources:
         """Threads and memory of a loader."""
         data, device = self.data, self.world.device
-        if decode_device(data, source, device) != "cpu":
+        if decode_device(data, source, device) == "cuda":
             from falconet.data.gpu import DeviceBuffers
 
             buffers: Buffers = DeviceBuffers(device)
@@ -113,29 +110,25 @@ class Input:
 
 def workers(data: Data, processes: int = 1) -> int:
     """Threads that read images."""
-    cores = world.cores(processes)
-    automatic = {
-        "cuda": min(DEVICE_WORKERS, cores),
-        "both": min(MOST_WORKERS, cores) + DEVICE_WORKERS,
-    }
-    return value_or(data.dataloader_workers, automatic.get(data.decode_device, min(MOST_WORKERS, cores)))
+    most = DEVICE_WORKERS if data.decode_device == "cuda" else MOST_WORKERS
+    return value_or(data.dataloader_workers, min(most, world.cores(processes)))
 
 
-def decoder(where: Literal["cpu", "cuda", "both"] = "cpu") -> str:
+def decoder(where: Literal["cpu", "cuda"] = "cpu") -> str:
     """What decodes JPEG files."""
+    if where == "cuda":
+        return "nvJPEG on the device"
     library = native.library()
-    host = f"the native decoder ({library.processor})" if library else f"Pillow: {native.why_not()}"
-    device = "nvJPEG on the device"
-    return {"cpu": host, "cuda": device, "both": f"{device} and, every second one, by {host}"}[where]
+    return f"the native decoder ({library.processor})" if library else f"Pillow: {native.why_not()}"
 
 
-def decode_device(data: Data, source: Source, device: torch.device) -> Literal["cpu", "cuda", "both"]:
+def decode_device(data: Data, source: Source, device: torch.device) -> Literal["cpu", "cuda"]:
     """Where this source is decoded; images in memory already are."""
-    if data.decode_device in ("auto", "cpu") or isinstance(source, ArraySource):
+    if data.decode_device != "cuda" or isinstance(source, ArraySource):
         return "cpu"
     if device.type != "cuda":
         raise DeviceError("photos cannot be decoded on cuda, because the run is on the CPU")
-    return "both" if data.decode_device == "both" else "cuda"
+    return "cuda"
 
 
 def free_memory() -> int:
@@ -146,7 +139,7 @@ def free_memory() -> int:
 
 def most_ahead(data: Data, source: Source, device: torch.device) -> int:
     """Bytes of images that may be read ahead, in the memory they are read into."""
-    on_device = decode_device(data, source, device) != "cpu"
+    on_device = decode_device(data, source, device) == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_device else free_memory()
     return min(MOST_AHEAD, free // SHARE)
 
@@ -170,7 +163,7 @@ def _cached(reader: Reader, source: Source, crops: Crops, data: Data) -> Reader:
 
 def _caches(data: Data, source: Source) -> bool:
     """Whether images are kept; what the device decodes is not."""
-    return data.dataset_cache and data.decode_device in ("auto", "cpu") and not isinstance(source, ArraySource)
+    return data.dataset_cache and data.decode_device != "cuda" and not isinstance(source, ArraySource)
 
 
 def _images_cached(source: Source, crops: Crops, data: Data) -> int:
@@ -184,7 +177,7 @@ def input_lines(dataset: Dataset, data: Data, augmentation: Augmentation, *, dev
     """The input pipeline, for the plan."""
     if data.data == "synthetic":
         return []
-    on_device = decode_device(data, dataset.train, device) != "cpu"
+    on_device = decode_device(data, dataset.train, device) == "cuda"
     form = "left on the device" if on_device else "copied as bytes" if data.eight_bit_io else "copied as values"
     where = {"host": "normalised on the host", "device": "normalised on the device", "none": "not normalised"}
     most = most_ahead(data, dataset.train, device) / 1e6

@@ -18,20 +18,15 @@ from torch import Tensor
 
 from falconet.models.batchnorm_kernels import (
     ACTIVATIONS,
-    WIDTHS,
     Gradients,
-    Table,
     activated,
-    columns_of,
-    loaded,
     merged,
-    merging,
     normed,
     numbers_of,
     passed,
     sloped,
-    tile_of,
 )
+from falconet.models.channel_tables import WIDTHS, Table, columns_of, loaded, merging, tile_of
 from falconet.numerics.kernels import FUSED
 
 if TYPE_CHECKING:

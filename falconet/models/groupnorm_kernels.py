@@ -19,21 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.batchnorm_kernels import (
-    ACTIVATIONS,
-    CHUNK,
-    MERGED,
-    TILE,
-    activated,
-    columns_of,
-    gradient,
-    loaded,
-    normed,
-    passed,
-    row_of,
-    store_signs,
-    tile_of,
-)
+from falconet.models.batchnorm_kernels import ACTIVATIONS, activated, gradient, normed, passed, store_signs
+from falconet.models.channel_tables import CHUNK, MERGED, TILE, columns_of, loaded, row_of, tile_of
 from falconet.models.excitation_kernels import SUMMED, Images
 from falconet.numerics.kernels import FUSED
 

@@ -14,21 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.batchnorm_kernels import (
-    GRADIENTS,
-    WIDTHS,
-    Gradients,
-    Table,
-    columns_of,
-    loaded,
-    merged,
-    merging,
-    normed,
-    numbers_of,
-    row_of,
-    sloped,
-    tile_of,
-)
+from falconet.models.batchnorm_kernels import GRADIENTS, Gradients, merged, normed, numbers_of, sloped
+from falconet.models.channel_tables import WIDTHS, Table, columns_of, loaded, merging, row_of, tile_of
 from falconet.numerics.kernels import FUSED
 
 if TYPE_CHECKING:

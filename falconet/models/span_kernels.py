@@ -15,15 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.batchnorm_kernels import (
-    MERGED,
-    SIZES,
-    Running,
-    Table,
-    merged_moments,
-    merging,
-    store_numbers,
-)
+from falconet.models.batchnorm_kernels import SIZES, Running, merged_moments, store_numbers
+from falconet.models.channel_tables import MERGED, Table, merging
 from falconet.numerics.kernels import FUSED
 
 if TYPE_CHECKING:

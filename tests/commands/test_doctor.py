@@ -33,8 +33,8 @@ def test_decoders_are_measured_and_one_is_recommended(falconet, monkeypatch):
     ("rates", "expected"),
     [
         ({"Pillow": 100.0}, "cpu"),
-        ({"native decoder (avx2)": 400.0, "Pillow": 100.0, "nvJPEG on the device": 450.0}, "cpu"),
-        ({"native decoder (avx2)": 400.0, "Pillow": 100.0, "nvJPEG on the device": 500.0}, "cuda"),
+        ({"native decoder (avx2)": 400.0, "Pillow": 100.0, "nvJPEG on the device": 700.0}, "cpu"),
+        ({"native decoder (avx2)": 400.0, "Pillow": 100.0, "nvJPEG on the device": 900.0}, "cuda"),
         ({"Pillow": 100.0, "nvJPEG on the device": 500.0}, "cuda"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from falconet.data import gpu
 from falconet.data.crops import Crops
 from falconet.data.image_files import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
@@ -71,17 +72,13 @@ SAMPLED = replace(PREPROCESSING, antialias=False)
 BICUBIC = replace(PREPROCESSING, interpolation="bicubic")
 
 
-def device_rows(source, augment, preprocessing=PREPROCESSING, *, shared=False):
-    from falconet.data.gpu import DeviceRows
-
+def device_rows(source, augment, preprocessing=PREPROCESSING):
     crops, host = Crops(preprocessing=preprocessing, augment=augment, seed=6), pillow(source, augment, preprocessing)
-    return DeviceRows(DEVICE, source=source, crops=crops, host=host, rows=7, shared=shared)
+    return gpu.DeviceRows(DEVICE, source=source, crops=crops, host=host, rows=7)
 
 
 def resources(workers):
-    from falconet.data.gpu import DeviceBuffers
-
-    return Resources(workers=workers, device=DEVICE, buffers=DeviceBuffers(DEVICE))
+    return Resources(workers=workers, device=DEVICE, buffers=gpu.DeviceBuffers(DEVICE))
 
 
 def pillow(source, augment, preprocessing=PREPROCESSING):
@@ -114,22 +111,12 @@ def test_rows_agree_with_pillow_which_decodes_what_the_device_refuses(source, au
     assert (found[whole + 1 : whole + 7] == expected[whole + 1 : whole + 7]).all()
 
 
-def read(source, **options):
-    rows = device_rows(source, "crop-flip", **options)
+def read(source):
+    rows = device_rows(source, "crop-flip")
     indices = np.random.default_rng(0).permutation(COUNT - 1)  # without the last, which is garbage
     images = resources(0).batch_for(rows, len(indices)).images.permute(0, 2, 3, 1)
     rows.read(indices, epoch=3, out=images)
     return dict(zip(indices.tolist(), images.cpu().numpy(), strict=True))
-
-
-def test_the_host_decodes_every_second_photo_if_both_decode(source):
-    """Its pixels are the host's bit for bit, the others the device's."""
-    both, device = read(source, shared=True), read(source)
-    host = np.empty((COUNT, 64, 64, 3), np.uint8)
-    pillow(source, "crop-flip").read(np.arange(COUNT), epoch=3, out=host)
-    for index, pixels in both.items():
-        assert (pixels == (device[index] if index % 2 else host[index])).all(), index
-    assert any((device[index] != host[index]).any() for index in both if index % 2)
 
 
 def test_files_read_in_python_give_the_same_pixels(source, monkeypatch):
@@ -139,15 +126,25 @@ def test_files_read_in_python_give_the_same_pixels(source, monkeypatch):
     assert all((natively[index] == in_python[index]).all() for index in natively)
 
 
-def loader_of(source, workers, *, shared=False, **shape):
-    rows, shape = device_rows(source, "crop-flip", shared=shared), BatchShape(**shape)
+def test_a_part_of_large_photos_is_decoded_in_portions_with_the_same_pixels(source, monkeypatch):
+    together, calls = read(source), []
+    decode_jpegs = gpu.decode_jpegs
+    monkeypatch.setattr(gpu, "PORTION_PIXELS", 60_000)  # two photos
+    monkeypatch.setattr(gpu, "decode_jpegs", lambda *given: calls.append(len(given[0])) or decode_jpegs(*given))
+    apart = read(source)
+    assert len(calls) > 5
+    assert max(calls) <= 2
+    assert all((together[index] == apart[index]).all() for index in together)
+
+
+def loader_of(source, workers, **shape):
+    rows, shape = device_rows(source, "crop-flip"), BatchShape(**shape)
     return Loader(rows, labels=source.labels, shape=shape, seed=6, resources=resources(workers))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_batches_are_the_same_for_1_and_3_workers_and_leave_no_thread(source, shared):
+def test_batches_are_the_same_for_1_and_3_workers_and_leave_no_thread(source):
     def batches(workers):
-        updates = loader_of(source, workers, shared=shared, micro_batch=6, accumulation=2).updates(1)
+        updates = loader_of(source, workers, micro_batch=6, accumulation=2).updates(1)
         return [(batch.images.cpu(), batch.labels.cpu()) for update in updates for batch in update]
 
     one, three = batches(1), batches(3)

@@ -4,9 +4,11 @@ import io
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from falconet.data.gpu import Size, plain_size
+from falconet.data import gpu
+from falconet.data.gpu import Photo, Size, plain_size, portions
 
 
 def photo(width=37, height=21, mode="RGB"):
@@ -75,3 +77,19 @@ def test_truncated_or_changed_files_raise_no_error():
         for place in random.integers(0, min(700, len(WHOLE)), 3):
             damaged[place] = random.integers(256)
         plain_size(damaged)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([], []),
+        ([(20, 20)] * 2 + [(10, 20), (1, 1)], [[0, 1, 2], [3]]),  # 1,000 pixels fit
+        ([(100, 100), (1, 1), (100, 100)], [[0], [1], [2]]),
+        ([(1, 1)] * 128, [[*range(128)]]),
+    ],
+    ids=["none", "as many as fit", "each too large", "many small ones"],
+)
+def test_photos_decoded_at_once_are_limited_by_their_pixels(monkeypatch, sizes, expected):
+    monkeypatch.setattr(gpu, "PORTION_PIXELS", 1000)
+    photos = (Photo(row, torch.empty(0), Size(*size)) for row, size in enumerate(sizes))
+    assert [[photo.row for photo in portion] for portion in portions(photos)] == expected

@@ -132,12 +132,7 @@ def test_prediction_standardises_images_as_training_did(falconet):
             "--decode-device cuda --no-eight-bit-io",
             "--decode-device cuda: contradicts --no-eight-bit-io, because pixels stay bytes there; expected cpu",
         ),
-        (
-            "--decode-device both --no-eight-bit-io",
-            "--decode-device both: contradicts --no-eight-bit-io, because pixels stay bytes there; expected cpu",
-        ),
         ("--decode-device cuda", "photos cannot be decoded on cuda, because the run is on the CPU"),
-        ("--decode-device both", "photos cannot be decoded on cuda, because the run is on the CPU"),
     ],
 )
 def test_contradictions_are_refused_in_one_line(falconet, options, line):
@@ -194,14 +189,14 @@ def test_images_decoded_on_the_device_are_not_cached(falconet, monkeypatch):
     assert " cache:" not in out
 
 
-@pytest.mark.parametrize(("decoded", "threads"), [("auto", 8), ("cpu", 8), ("cuda", 3), ("both", 11)])
-def test_threads_besides_one_per_core_wait_for_a_device_that_decodes_half(monkeypatch, decoded, threads):
+@pytest.mark.parametrize(("decoded", "threads"), [("auto", 8), ("cpu", 8), ("cuda", 3)])
+def test_photos_are_read_by_one_thread_per_core_or_three_for_the_device(monkeypatch, decoded, threads):
     monkeypatch.setattr(input.world, "cores", lambda processes=1: 8)
     assert input.workers(options.Data(decode_device=decoded)) == threads
     assert input.workers(options.Data(decode_device=decoded, dataloader_workers=2)) == 2
 
 
-@pytest.mark.parametrize(("decoded", "free"), [("cpu", 400), ("cuda", 80), ("both", 80)])
+@pytest.mark.parametrize(("decoded", "free"), [("cpu", 400), ("cuda", 80)])
 def test_read_ahead_is_bounded_by_the_memory_it_uses(monkeypatch, decoded, free):
     monkeypatch.setattr(input, "free_memory", lambda: 400)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80, 1000))

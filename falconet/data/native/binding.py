@@ -18,6 +18,7 @@ StatusArray = npt.NDArray[np.int8]
 
 MOST_PIXELS = 2**27  # of one image if the caller sets no limit
 MOST_BYTES = 2**29  # working memory of one image, and size of its file
+KEPT_BYTES = 2**25  # of encoded files that a workspace keeps memory for: 128 photos of 260 kB
 
 
 class Status(IntEnum):
@@ -58,7 +59,6 @@ class Library:
     def __init__(self, path: Path) -> None:
         pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self.c = ctypes.CDLL(str(path))
-        self._declare("falconet_sources", ctypes.c_char_p)
         self._declare("falconet_processor", ctypes.c_char_p)
         self._declare("falconet_workspace", pointer, i64, i64, i32)
         self._declare("falconet_workspace_free", None, pointer)
@@ -76,11 +76,6 @@ class Library:
     def _declare(self, name: str, result: type | None, *arguments: type) -> None:
         function = getattr(self.c, name)
         function.restype, function.argtypes = result, arguments
-
-    @property
-    def sources(self) -> str:
-        """Digest of the sources it was built from."""
-        return str(self.c.falconet_sources().decode())
 
     @property
     def processor(self) -> str:
@@ -167,14 +162,17 @@ class Workspace:
         return sizes, statuses
 
     def encoded(self, count: int) -> tuple[PixelArray, IntArray]:  # bytes of all; N sizes, 0: not opened
-        """The opened files themselves, end to end in memory that the next call uses again."""
+        """The opened files themselves, end to end in memory that the next call may use again."""
         sizes = np.zeros(count, np.int64)
         self._c.falconet_encoded_sizes(self._handle, count, sizes.ctypes.data)
         total = int(sizes.sum())
-        if len(self._block) < total:
-            self._block = np.empty(total + total // 4, np.uint8)
-        self._c.falconet_encoded(self._handle, count, self._block.ctypes.data)
-        return self._block[:total], sizes
+        block = self._block
+        if len(block) < total:
+            block = np.empty(total + total // 4, np.uint8)
+            if len(block) <= KEPT_BYTES:
+                self._block = block
+        self._c.falconet_encoded(self._handle, count, block.ctypes.data)
+        return block[:total], sizes
 
     def decode(
         self,
@@ -209,6 +207,13 @@ class Workspace:
         return statuses
 
 
+def built_from(path: Path) -> str:
+    """Digest of a library's sources; one that was built before other functions were added has it, too."""
+    sources = ctypes.CDLL(str(path)).falconet_sources
+    sources.restype = ctypes.c_char_p
+    return str(sources().decode())
+
+
 @functools.cache
 def load() -> tuple[Library | None, str]:
     """The library, or the reason why there is none."""
@@ -218,9 +223,8 @@ def load() -> tuple[Library | None, str]:
     if not path.exists():
         return None, "not built; `python -m falconet.data.native.compiler` builds it with a C++ compiler"
     try:
-        found = Library(path)
+        if compiler.SOURCES.is_dir() and built_from(path) != compiler.digest():
+            return None, "built from other sources; run `python -m falconet.data.native.compiler`"
+        return Library(path), ""
     except (OSError, AttributeError) as error:
         return None, f"cannot be loaded ({str(error).splitlines()[0]})"
-    if compiler.SOURCES.is_dir() and found.sources != compiler.digest():
-        return None, "built from other sources; run `python -m falconet.data.native.compiler`"
-    return found, ""

@@ -47,6 +47,16 @@ def test_a_library_built_from_other_sources_is_not_loaded(library, elsewhere):
     assert native.why_not() == "built from other sources; run `python -m falconet.data.native.compiler`"
 
 
+def test_a_library_older_than_some_functions_is_to_be_built_again(library, elsewhere):
+    code = elsewhere / "old.cpp"
+    code.write_text('extern "C" const char* falconet_sources() { return "0123456789abcdef"; }')
+    (elsewhere / compiler.LIBRARY).unlink()
+    line = [compiler.find_compiler(), "-shared", "-fPIC", code, "-o", elsewhere / compiler.LIBRARY]
+    subprocess.run(line, check=True)
+    assert native.library() is None
+    assert native.why_not() == "built from other sources; run `python -m falconet.data.native.compiler`"
+
+
 def test_a_file_that_is_not_a_library_is_not_loaded(elsewhere):
     (elsewhere / compiler.LIBRARY).write_bytes(b"not a library")
     assert native.library() is None
@@ -125,4 +135,5 @@ def test_another_compiler_builds_it_without_a_warning(tmp_path, monkeypatch):
 @pytest.mark.run
 def test_it_builds_without_a_warning(library, tmp_path):
     made = compiler.build(tmp_path, flags=("-std=c++17", "-O0", "-fPIC", *WARNINGS, "-Werror"))
-    assert binding.Library(made).sources == library.sources
+    assert binding.built_from(made) == compiler.digest()
+    assert binding.Library(made).processor == library.processor

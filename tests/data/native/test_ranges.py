@@ -1,10 +1,12 @@
 """Images opened from ranges of files, as in shards."""
 
 import os
+import weakref
 
 import numpy as np
 import pytest
 
+from falconet.data.native import binding
 from falconet.data.native.binding import Status, Workspace
 from falconet.data.storage import Ranges
 
@@ -55,6 +57,18 @@ def test_opened_images_are_given_to_other_decoders_as_they_are(library, file):
     assert workspace.encoded(9)[1].tolist() == [len(first), 0, len(second), *[0] * 6]  # three were opened
     workspace.open([])
     assert workspace.encoded(3)[1].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("most", "is_kept"), [(2**20, True), (100, False)])
+def test_memory_of_large_files_is_given_back(library, file, monkeypatch, most, is_kept):
+    monkeypatch.setattr(binding, "KEPT_BYTES", most)
+    handle, first, _ = file
+    workspace, *_ = opened(library, Ranges([handle], np.array([[4, len(first), 0, len(first)]]), None))
+    block, _ = workspace.encoded(1)
+    assert block.tobytes() == first
+    memory = weakref.ref(block.base)
+    del block
+    assert (memory() is not None) == is_kept
 
 
 def test_without_checksums_none_is_compared(library, file):
