@@ -7,7 +7,7 @@ from torch import nn
 
 from falconet.config.options import Model
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.export import checks
+from falconet.export import checks, photos
 from falconet.export.formats import FORMATS, torch_engine
 from falconet.export.graph import Graph
 from falconet.models.zoo import build_model
@@ -50,7 +50,7 @@ def exported(graph, kind, folder):
     """The parity of what a format writes."""
     FORMATS[kind].write(graph, folder, CPU)
     engine = FORMATS[kind].open(graph, folder, CPU)
-    photos = checks.noise(graph)
-    photos = replace(photos, pixels=photos.pixels[:8])
+    noise = photos.noise(graph)
+    few = replace(noise, pixels=noise.pixels[:8])
     ours = torch_engine(graph.module(), CPU)
-    return checks.compare(graph, ours, engine, photos, tolerance=checks.TOLERANCE, batch=3)
+    return checks.compare(graph, ours, engine, few, tolerance=checks.TOLERANCE, batch=3)

@@ -5,13 +5,14 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +24,14 @@ from falconet.config.commands import ExportOptions, TrainOptions
 from falconet.config.load import Loaded, load_options, unused_notes
 from falconet.config.options import Export
 from falconet.config.settings import LINE, Setting
-from falconet.errors import ConfigError, LinkError, named_option
+from falconet.errors import ConfigError, DataError, LinkError, named_option
 from falconet.exits import DONE, FAILED
-from falconet.export import checks
-from falconet.export.checks import Photos
-from falconet.export.formats import FORMATS, torch_engine
-from falconet.export.graph import INPUT, OUTPUT, Graph, Pixels
+from falconet.export import checks, photos
+from falconet.export.checks import Agreement, Parity
+from falconet.export.formats import FORMATS, ONNX, Engine, torch_engine
+from falconet.export.graph import INPUT, OUTPUT, Graph, Pixels, Values
+from falconet.export.photos import Divided, Photos, counted_photos
+from falconet.export.quantisation import quantise
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.models import views
 from falconet.report.console import Say, Screen, counted
@@ -36,6 +39,19 @@ from falconet.report.console import Say, Screen, counted
 FOLDER = "export"  # of all formats
 CHECKPOINTS = "checkpoints"  # the folder of them in a run folder
 RECORD = "export.json"  # in every export: what it is, and what was measured
+TIMED = {"exported": "", "fp32": "in fp32 ", "falconet": "in Falconet "}  # what is timed, and how it is called
+
+
+class Checked(NamedTuple):
+    """What was found about a file that was written."""
+
+    result: Parity | Agreement
+    engines: dict[str, Engine]  # to time, by the names of TIMED
+    pixels: Pixels  # to time them on
+    also: dict[str, Any]  # for the record
+
+
+Write = Callable[[Path, torch.device], Checked]  # into an empty folder
 
 
 def run(loaded: Loaded[ExportOptions]) -> int:
@@ -43,7 +59,7 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     for note in unused_notes(loaded.options, loaded.line):
         screen.line(note)
     home = _home(loaded.options.input.checkpoint_input_path)
-    target = asked.output or home / FOLDER / asked.format
+    target = asked.output or home / FOLDER / (f"{asked.format}-int8" if asked.int8 else asked.format)
     _require_free(target, overwrite=asked.overwrite)
     # The model in fp32: the file is for machines of any kind, and widening half-precision weights changes none.
     line = [*loaded.line, Setting("precision", ("32.32",), LINE)]
@@ -63,44 +79,107 @@ def run(loaded: Loaded[ExportOptions]) -> int:
         takes_pixels=asked.preprocessing if kind.takes_pixels is None else kind.takes_pixels,
         half=asked.half,
     )
-    photos = _photos(loaded.options, graph, classifier, screen.line)
     device = classifier.device if kind.on_device else torch.device("cpu")
+    prepare = _prepare_int8 if asked.int8 else _prepare
+    write = prepare(loaded.options, graph, classifier, screen.line)
     if asked.output is None:
         writing.subfolder(home, FOLDER)  # not through a link: a run folder may come from another person
     with _temporary(target) as folder:
-        with named_option("format"):
-            kind.write(graph, folder, device)
-        ours, exported = torch_engine(graph.module().to(device), device), kind.open(graph, folder, device)
-        parity = checks.compare(graph, ours, exported, photos, tolerance=_tolerance(asked), batch=asked.latency_batch)
+        result, engines, pixels, also = write(folder, device)
         screen.line(f"input: {graph.describe_input()}")
         screen.line(f"output: {graph.describe_output()}")
-        screen.line(parity.line())
-        if not parity.passed:
-            screen.line(f"nothing is written to {target}: the difference exceeds the tolerance (--tolerance)")
+        screen.line(result.line())
+        if not result.passed:
+            screen.line(f"nothing is written to {target}: {result.advice()}")
             return FAILED
         times = {
-            size: {"exported": checks.latency(exported, images), "falconet": checks.latency(ours, images)}
+            size: {name: checks.latency(engine, images) for name, engine in engines.items()}
             for size in sorted({1, asked.latency_batch})
-            for images in (graph.feed(_repeated(photos, size)),)
+            for images in (graph.feed(_repeated(pixels, size)),)
         }
         for size, each in times.items():
-            screen.line(
-                f"latency of a batch of {size}: {each['exported']:.2f} ms, in Falconet {each['falconet']:.2f} ms"
-                f" ({_machine(device)})"
-            )
+            shown = ", ".join(f"{TIMED[name]}{time:.2f} ms" for name, time in each.items())
+            screen.line(f"latency of a batch of {size}: {shown} ({_machine(device)})")
         files = {str(path.relative_to(folder)): _flushed(path) for path in sorted(folder.rglob("*")) if path.is_file()}
         record = {
             **_about(graph, asked, device),
             "validated_with_tta": classifier.tta,  # which the export does not do
-            "parity": parity.to_json(),
+            **also,
             "latency_ms": {f"batch of {size}": each for size, each in times.items()},
             "files": files,
         }
         writing.replace(folder, RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
         move_into_place(folder, target)
     largest = max(files, key=lambda name: files[name]["bytes"])
-    screen.line(f"written to {target}: {largest}, {files[largest]['bytes'] / 1e6:,.1f} MB, and {RECORD}")
+    plain = f" ({also['bytes_in_fp32'] / 1e6:,.1f} MB in fp32)" if asked.int8 else ""
+    screen.line(f"written to {target}: {largest}, {files[largest]['bytes'] / 1e6:,.1f} MB{plain}, and {RECORD}")
     return DONE
+
+
+def _prepare(options: ExportOptions, graph: Graph, classifier: Classifier, note: Say) -> Write:
+    """Read the photos; then the file is written and must have the model's scores on them."""
+    asked, kind = options.export, FORMATS[options.export.format]
+    compared = _photos(options, graph, classifier, note)
+
+    def write(folder: Path, device: torch.device) -> Checked:
+        with named_option("format"):
+            kind.write(graph, folder, device)
+        ours, exported = torch_engine(graph.module().to(device), device), kind.open(graph, folder, device)
+        parity = checks.compare(graph, ours, exported, compared, tolerance=_tolerance(asked), batch=asked.latency_batch)
+        return Checked(parity, {"exported": exported, "falconet": ours}, compared.pixels, {"parity": parity.to_json()})
+
+    return write
+
+
+def _prepare_int8(options: ExportOptions, graph: Graph, classifier: Classifier, note: Say) -> Write:
+    """Choose the images; then the file is written, calibrated on some of them, and measured on others."""
+    asked, kind = options.export, FORMATS[options.export.format]
+    images, batch = _divided(options, graph, classifier, note), asked.latency_batch
+
+    def write(folder: Path, device: torch.device) -> Checked:
+        read = 0
+
+        def calibrating() -> Iterator[Values]:
+            nonlocal read
+            for numbers, pixels in images.calibration.batches(batch):
+                read += len(numbers)
+                yield graph.feed(pixels)
+            if not read:
+                raise DataError("--int8: none of the images to calibrate with can be read")
+
+        with tempfile.TemporaryDirectory() as scratch:
+            with named_option("format"):
+                kind.write(graph, Path(scratch), device)
+            quantise(Path(scratch) / ONNX, folder / ONNX, calibrating(), reduce_range=asked.reduce_range)
+            plain, size = kind.open(graph, Path(scratch), device), (Path(scratch) / ONNX).stat().st_size
+        ours, exported = torch_engine(graph.module().to(device), device), kind.open(graph, folder, device)
+        note(f"calibrated on {counted_photos(read, images.what[0])}, a keyed choice; none of them is measured")
+        tolerance = None if asked.tolerance == "auto" else asked.tolerance
+        found = checks.measure(graph, ours, exported, images, tolerance=tolerance, batch=batch)
+        also = {
+            "int8": found.to_json(),
+            "calibration": {"images": read, "photos": images.what[0], "reduce_range": asked.reduce_range},
+            "bytes_in_fp32": size,
+        }
+        _, pixels = next(images.measured.batches(batch))
+        return Checked(found, {"exported": exported, "fp32": plain, "falconet": ours}, pixels, also)
+
+    return write
+
+
+def _divided(options: ExportOptions, graph: Graph, classifier: Classifier, note: Say) -> Divided:
+    """The images of int8: of the folder that is named, or of the run."""
+    folder, count = options.export.photos, options.export.calibration_images
+    if folder is not None:
+        with named_option("photos"):
+            return photos.divided_folder(folder, graph, note, share=options.fresh.val_fraction, calibration=count)
+    if classifier.checkpoint is None:
+        raise ConfigError("--int8: needs photos to measure ranges on; expected --photos DIR as well")
+    trained = load_options(TrainOptions, [], format.read_manifest(classifier.checkpoint).config).options
+    try:
+        return photos.divided_run(classifier.data, graph, note, seed=trained.run.seed, calibration=count)
+    except DataError as error:
+        raise DataError(f"--int8: {error}; expected --photos DIR, a folder of photos to measure ranges on") from None
 
 
 def _home(path: Path | None) -> Path:
@@ -140,17 +219,17 @@ def _photos(options: ExportOptions, graph: Graph, classifier: Classifier, note: 
     """What the scores are compared on: the photos that are named, the run's validation images, or noise."""
     if options.export.photos is not None:
         with named_option("photos"):
-            return checks.photos_in(options.export.photos, graph, note)
+            return photos.photos_in(options.export.photos, graph, note)
     if classifier.checkpoint is None:
-        return checks.noise(graph)
+        return photos.noise(graph)
     trained = load_options(TrainOptions, [], format.read_manifest(classifier.checkpoint).config).options
-    found = checks.validation_photos(classifier.data, graph, note, seed=trained.run.seed)  # which splits the photos
-    return found or checks.noise(graph)
+    found = photos.validation_photos(classifier.data, graph, note, seed=trained.run.seed)  # which splits the photos
+    return found or photos.noise(graph)
 
 
-def _repeated(photos: Photos, size: int) -> Pixels:
+def _repeated(pixels: Pixels, size: int) -> Pixels:
     """A batch of this size."""
-    return photos.pixels[np.arange(size) % len(photos.pixels)]
+    return pixels[np.arange(size) % len(pixels)]
 
 
 def _tolerance(asked: Export) -> float:
@@ -204,7 +283,7 @@ def _about(graph: Graph, asked: Export, device: torch.device) -> dict[str, Any]:
         },
         "output": {"name": OUTPUT, "type": "float32", "shape": ["N", len(graph.class_names)], "meaning": "logits"},
         "probabilities": graph.activation,
-        "precision": "fp16" if graph.half else "fp32",
+        "precision": "int8" if asked.int8 else "fp16" if graph.half else "fp32",
         "machine": f"{platform.machine()}, {_machine(device)}",
         "versions": {"falconet": __version__, **{name: version(name) for name in libraries}},
         "preprocessing": graph.preprocessing.to_json(),

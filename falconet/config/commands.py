@@ -262,7 +262,7 @@ class ExportOptions(Command):
     example = "falconet export runs/my-run --format onnx --preprocessing"
     arguments = ("checkpoint-input-path",)
     common = (
-        *("checkpoint-input-path", "checkpoint", "format", "output", "overwrite", "preprocessing", "half"),
+        *("checkpoint-input-path", "checkpoint", "format", "output", "overwrite", "preprocessing", "half", "int8"),
         *("photos", "tolerance", "latency-batch", "model", "pretrained", "device"),
     )
 

@@ -282,6 +282,8 @@ ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
         ("checkpoint", "without a folder to choose from", _opens_checkpoints),
         *((name, "with a checkpoint, which has its own", _opens_no_checkpoints) for name in ("image-size", "classes")),
         ("precision", "on an export, which is fp32, or fp16 with --half", _never),
+        *((name, "without --int8", lambda o: o.export.int8) for name in ("calibration-images", "reduce-range")),
+        ("val-fraction", "without --int8 and --photos", lambda o: o.export.int8 and o.export.photos is not None),
         ("preprocessing", "with --format timm, whose config.json has it", lambda o: o.export.format != "timm"),
         ("half", "with --format timm, which opens fp32 weights", lambda o: o.export.format != "timm"),
         ("device", "without --format aoti: the file is for any device", lambda o: o.export.format == "aoti"),

@@ -771,17 +771,23 @@ class Export:
     format: Literal["onnx", "pt2", "aoti", "timm", "triton", "openvino"] = "onnx"
     """pt2: torch.export; aoti: AOTInductor's machine code; timm: a folder; triton: a model repository."""
     output: Path | None = local(None)
-    """Folder for the result; default: export/FORMAT in the run folder, beside the weights file, or here."""
+    """Folder for the result; default: export/FORMAT (onnx-int8) in the run folder, beside the weights, or here."""
     overwrite: bool = local(False)
     """Replace an earlier export in that folder."""
     preprocessing: bool = False
     """Normalise inside: the graph takes uint8 pixels, N x S x S x 3, instead of normalised N x 3 x S x S."""
     half: bool = False
     """Write fp16 weights and compute in fp16 (openvino: only weights); otherwise fp32, whatever the run's precision."""
+    int8: bool = False
+    """Compute in 8-bit integers, for CPUs; onnx only. Training images or --photos show the ranges of activations."""
+    calibration_images: Annotated[int, AtLeast(1)] = 128
+    """Images that show --int8 the ranges of activations; accuracy is measured on others."""
+    reduce_range: bool = False
+    """Weights of 7 bits with --int8, for x86 processors without VNNI, where sums of 8-bit products can overflow."""
     photos: Path | None = local(None)
     """Folder of photos to compare scores on; default: the run's validation images, else noise."""
     tolerance: Annotated[float, MoreThan(0)] | Auto = "auto"
-    """Largest difference of a score, as a fraction of the image's largest; auto: 1e-4, or 0.05 for --half."""
+    """Difference of a score over the image's largest; auto: 1e-4, --half: 0.05; accuracy lost to --int8: 0.01."""
     latency_batch: Annotated[int, AtLeast(1)] = 8
     """Latency is measured for one image, and for a batch of this many."""
 

@@ -566,6 +566,16 @@ def _tables_are_csv(options: Any) -> str | None:
     return None
 
 
+def _int8_is_onnx(options: Any) -> str | None:
+    if not options.export.int8:
+        return None
+    if options.export.format != "onnx":
+        return f"--int8: --format {options.export.format} is not written in int8; expected --format onnx"
+    if options.export.half:
+        return "--int8: contradicts --half; expected only one of the two"
+    return None
+
+
 Rule = Callable[[Any], str | None]
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule reads, and the rule
     (("model",), unknown_model),
@@ -614,6 +624,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("predict",), _predictions_have_one_form),
     (("table", "choice"), _predictions_are_of_one_checkpoint),
     (("table",), _tables_are_csv),
+    (("export",), _int8_is_onnx),
     (("doctor",), _doctor_replicas_need_distributed),
     (("inference",), _splits_of_predictions_are_layers_or_auto),
 )

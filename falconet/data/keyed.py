@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     JITTER = 22
     ERASE = 23
     BALANCE = 30
+    CALIBRATE = 40
 
 
 def _finalise_int(word: int) -> int:

@@ -4,78 +4,19 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
-from falconet.config.options import Data
-from falconet.data.crops import Crops
-from falconet.data.dataset import open_dataset, require_local
-from falconet.data.image_files import BadImages
-from falconet.data.preprocessing import Preprocessing
-from falconet.data.readers import reader_for
-from falconet.data.sources.folder import Listing, image_names
-from falconet.data.storage import FileSource, Source
-from falconet.errors import ConfigError, DataError
 from falconet.export.formats import Engine
 from falconet.export.graph import Graph, Pixels, Values
-from falconet.report.console import Say, counted
+from falconet.export.photos import Answers, Divided, Photos, counted_photos
 
-PHOTOS_COMPARED = 32
 TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2  # of an image's largest score
+INT8_LOSS = 0.01  # of all images: right answers that int8 may lose
+INT8_CHANGES = 0.1  # of all images: other answers of int8, where the right ones are unknown
 FASTEST, SLOWEST = 5, 50  # batches timed
 SECONDS = 1.0  # for one latency, after the warm-up
 WARM_UP = 3  # batches
-
-
-@dataclass(frozen=True)
-class Photos:
-    """Pixels as the model sees them before normalisation, and what they are, in words."""
-
-    pixels: Pixels
-    what: str
-
-
-def validation_photos(data: Data, graph: Graph, note: Say, *, seed: int) -> Photos | None:
-    """Some of a run's validation images, evenly spread; None, with the reason noted, if they cannot be read here."""
-    if data.data in ("generated", "synthetic"):
-        return None
-    try:
-        require_local(data)  # what only a checkpoint names is never downloaded
-        images = open_dataset(data, model=graph.options.model, global_batch=data.micro_batch, seed=seed)
-    except (DataError, ConfigError) as error:
-        note(f"note: no validation images ({error})")
-        return None
-    return _read(images.validation, graph.preprocessing, what="validation image", note=note)
-
-
-def photos_in(folder: Path, graph: Graph, note: Say) -> Photos:
-    """Some of the photos in a folder and below, evenly spread."""
-    names = list(image_names(str(folder), "", Listing(), linked=True))
-    source = FileSource.of(folder, names=names, labels=[0] * len(names), class_names=(".",))
-    found = _read(source, graph.preprocessing, what=f"photo of {folder}", note=note) if names else None
-    if found is None:
-        raise DataError(f"{folder}: holds no photo that can be read; expected some JPEG or PNG files")
-    return found
-
-
-def noise(graph: Graph) -> Photos:
-    """Random pixels, always the same."""
-    side = graph.preprocessing.image_size
-    pixels = np.random.default_rng(0).integers(0, 256, (PHOTOS_COMPARED, side, side, 3), np.uint8)
-    return Photos(pixels, f"{PHOTOS_COMPARED} images of noise, which --photos replaces")
-
-
-def _read(source: Source, preprocessing: Preprocessing, *, what: str, note: Say) -> Photos | None:
-    chosen = np.unique(np.linspace(0, len(source) - 1, PHOTOS_COMPARED).astype(np.int64))
-    side = preprocessing.image_size
-    pixels = np.empty((len(chosen), side, side, 3), np.uint8)
-    reader = reader_for(source, crops=Crops(preprocessing=preprocessing), bad=BadImages(None, note=note))
-    read = reader.read(chosen, epoch=0, out=pixels)
-    if not read.any():
-        return None
-    count, (noun, *rest) = int(read.sum()), what.split(" of ", 1)
-    return Photos(pixels[read], " of ".join([counted(count, noun), *rest]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +44,9 @@ class Parity:
             f" same best class for {self.same_top_1} of {self.images}"
         )
 
+    def advice(self) -> str:
+        return "the difference exceeds the tolerance (--tolerance)"
+
 
 def compare(graph: Graph, ours: Engine, exported: Engine, photos: Photos, *, tolerance: float, batch: int) -> Parity:
     """Compute the photos with both, in batches of several sizes."""
@@ -118,6 +62,98 @@ def compare(graph: Graph, ours: Engine, exported: Engine, photos: Photos, *, tol
         tolerance=tolerance,
         same_top_1=int((expected.argmax(axis=1) == found.argmax(axis=1)).sum()),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """The answers of an int8 file beside those of its model."""
+
+    images: int
+    photos: str
+    answer: str  # what an answer is, in words
+    right: int | None  # images that the file answers right; None: the right answers are unknown
+    right_in_fp32: int | None
+    same: int  # images with the same answer
+    largest_difference: float  # of two logits
+    mean_difference: float
+    tolerance: float  # right answers that may be lost, or, if they are unknown, answers that may change; of all images
+
+    @property
+    def lost(self) -> int:
+        if self.right is None or self.right_in_fp32 is None:
+            return self.images - self.same
+        return self.right_in_fp32 - self.right
+
+    @property
+    def passed(self) -> bool:
+        """One image is no evidence, however few there are."""
+        return bool(np.isfinite(self.largest_difference)) and self.lost <= max(1, self.tolerance * self.images)
+
+    def to_json(self) -> dict[str, object]:
+        return {**asdict(self), "passed": self.passed}
+
+    def line(self) -> str:
+        allowed = f"tolerance {100 * self.tolerance:g} %"
+        alike = f"same {self.answer} for {self._share(self.same)}"
+        if self.right is None or self.right_in_fp32 is None:
+            found = f"{alike} ({allowed} others)"
+        else:
+            fp32 = self._share(self.right_in_fp32)
+            found = f"{self._share(self.right)} right, in fp32 {fp32} ({allowed} of the images less); {alike}"
+        return (
+            f"int8 on {self.photos}: {found}; logits differ by at most {self.largest_difference:.2g},"
+            f" by {self.mean_difference:.2g} on average"
+        )
+
+    def advice(self) -> str:
+        """What to do about a file that is not good enough."""
+        what = "changes more answers" if self.right is None else "loses more right answers"
+        return (
+            f"int8 {what} than the tolerance allows; try --calibration-images 512, --reduce-range if the processor"
+            f" lacks VNNI, --tolerance {self.lost / self.images + 0.005:.2f} to accept it, or leave out --int8"
+        )
+
+    def _share(self, images: int) -> str:
+        return f"{100 * images / self.images:.2f} %"
+
+
+def measure(
+    graph: Graph, ours: Engine, exported: Engine, photos: Divided, *, tolerance: float | None, batch: int
+) -> Agreement:
+    """Compute the photos that did not calibrate with both. `tolerance` None: the usual one."""
+    read, expected, found = [], [], []
+    for numbers, pixels in photos.measured.batches(batch):
+        images = graph.feed(pixels)
+        read.append(numbers)
+        expected.append(ours(images))
+        found.append(exported(images))
+    before, after = np.concatenate(expected).astype(np.float64), np.concatenate(found)
+    differences = np.abs(after - before)
+    answers, answered = _answers(graph, before), _answers(graph, after)
+    right = None if photos.right is None else photos.right[np.concatenate(read)]
+    return Agreement(
+        images=len(before),
+        photos=counted_photos(len(before), photos.what[1]),
+        answer="labels" if graph.activation == "sigmoid" else "best class",
+        right=None if right is None else _equal(answered, right),
+        right_in_fp32=None if right is None else _equal(answers, right),
+        same=_equal(answered, answers),
+        largest_difference=float(differences.max()),
+        mean_difference=float(differences.mean()),
+        tolerance=tolerance or (INT8_CHANGES if right is None else INT8_LOSS),
+    )
+
+
+def _answers(graph: Graph, logits: Values) -> Answers:
+    if graph.activation == "sigmoid":
+        return (logits > 0).astype(np.int64)
+    best: Answers = logits.argmax(axis=1)[:, None]
+    return best
+
+
+def _equal(first: Answers, second: Answers) -> int:
+    """Images with the same answer."""
+    return int((first == second).all(axis=1).sum())
 
 
 def _batches(graph: Graph, pixels: Pixels, batch: int) -> Iterator[Values]:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from exported import CPU, graph_of
 from falconet.checkpoint import format
 from falconet.cli import main
-from falconet.export import checks
+from falconet.export import checks, photos
 from falconet.export.formats import FORMATS, torch_engine
 from falconet.models import zoo
 from falconet.train import saved_model
@@ -188,9 +188,9 @@ def test_scores_are_compared_on_the_photos_that_the_seed_of_the_run_left_out(
 ):
     line = "train photos/train --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --seed 3"
     assert falconet(f"{line} --warmup-epoch 0 --threads 1 --device cpu --run-dir run").code == 0
-    seen, read = [], checks._read
+    seen, read = [], photos._read
     monkeypatch.setattr(
-        checks, "_read", lambda source, *rest, **named: seen.append(source) or read(source, *rest, **named)
+        photos, "_read", lambda source, *rest, **named: seen.append(source) or read(source, *rest, **named)
     )
     for model in ("run", "--pretrained run --output also"):
         answer = falconet(f"export {model} {QUICK}")
@@ -309,10 +309,10 @@ def test_missing_packages_are_one_line_with_the_command_that_helps(falconet, mon
 
 def test_parity_counts_images_whose_best_class_is_another():
     graph = graph_of()
-    photos = checks.noise(graph)
+    noise = photos.noise(graph)
     ours = torch_engine(graph.module(), CPU)
     swapped = lambda images: ours(images)[:, [1, 2, 0]]  # noqa: E731
-    few = replace(photos, pixels=photos.pixels[:4])
+    few = replace(noise, pixels=noise.pixels[:4])
     parity = checks.compare(graph, ours, swapped, few, tolerance=1e-4, batch=3)
     assert (parity.images, parity.same_top_1, parity.passed) == (4, 0, False)
     assert parity.largest_difference > 0

@@ -65,6 +65,7 @@ def test_purposes_keep_their_numbers():
         "JITTER": 22,
         "ERASE": 23,
         "BALANCE": 30,
+        "CALIBRATE": 40,
     }
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from exported import CPU, NAMES, PREPROCESSING, SIDE, exported, graph_of
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.errors import CheckpointError, DeviceError
-from falconet.export import checks
+from falconet.export import checks, photos
 from falconet.export.formats import FORMATS, torch_engine
 
 SMALL = {"efficientnet_depth": 0.1, "efficientnet_top_width": 64}  # one block per stage
@@ -120,7 +120,7 @@ def test_package_compiled_for_a_gpu_has_the_scores_of_the_model(name, half, tmp_
     FORMATS["aoti"].write(graph, tmp_path, device)
     engine, ours = FORMATS["aoti"].open(graph, tmp_path, device), torch_engine(graph.module().to(device), device)
     tolerance = checks.HALF_TOLERANCE if half else 2e-3  # TensorFloat-32 convolutions
-    parity = checks.compare(graph, ours, engine, checks.noise(graph), tolerance=tolerance, batch=8)
+    parity = checks.compare(graph, ours, engine, photos.noise(graph), tolerance=tolerance, batch=8)
     assert parity.passed, parity.line()
 
 
