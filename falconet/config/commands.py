@@ -223,6 +223,8 @@ class ServeOptions(Command):
         "port",
         "max-batch",
         "max-delay",
+        "engine",
+        "int8",
         "device",
         "precision",
     )

@@ -61,7 +61,7 @@ def test_the_model_sees_only_bucket_sizes():
 def test_half_precision_scores_are_close(precision):
     """On a CPU fp16 is computed in fp32, and bf16 scores are widened because numpy has no bf16."""
     half = Predictor(small_classifier(precision), max_batch=4)
-    assert half.dtype == torch.float32
+    assert half.dtype == np.float32
     found = half.logits(torch.from_numpy(pixels(4))).numpy()
     expected = plain(small_classifier(), pixels(4))
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
