@@ -129,7 +129,7 @@ def opened_export(folder: Path, *, max_batch: int) -> tuple[Exported, Engine]:
 
 def exported_engine(found: Exported, *, max_batch: int, reference: Execute | None = None) -> Engine:
     """ONNX Runtime or OpenVINO on the CPU. `reference`: torch, to time beside; in fp32, its scores are expected."""
-    compute = open_onnx(found.files) if found.kind == "onnx" else open_openvino(found.files)
+    compute = open_onnx(found) if found.kind == "onnx" else open_openvino(found)
     side, exact = found.preprocessing.image_size, found.precision != "int8"
     lanes = tuple(Lane(compute, side=side, max_batch=max_batch) for _ in range(LANES))
     return Engine(
@@ -154,7 +154,7 @@ class Lane:
         return divide(self._compute(self._rows[: gather(portions, self._rows)]), portions)
 
 
-def open_onnx(files: dict[str, bytes]) -> Compute:
+def open_onnx(found: Exported) -> Compute:
     """A model in ONNX Runtime, with as many threads as torch; they sleep while there is nothing to compute."""
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as errors
@@ -164,22 +164,24 @@ def open_onnx(files: dict[str, bytes]) -> Compute:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # nothing: its errors are raised too, and its warnings are about its optimisations
     (name,) = FILES["onnx"]
+    # They have no base class but Exception.
+    failures = (errors.Fail, errors.InvalidArgument, errors.InvalidGraph, errors.InvalidProtobuf, errors.NotImplemented)
     try:
-        session = onnxruntime.InferenceSession(files[name], options, providers=["CPUExecutionProvider"])
+        # From memory, so that it is the content whose digest was checked, and cannot name other files.
+        session = onnxruntime.InferenceSession(found.files[name], options, providers=["CPUExecutionProvider"])
         (taken,), (given,) = session.get_inputs(), session.get_outputs()
-    # Its errors have no base class but Exception.
-    except (errors.Fail, errors.InvalidArgument, errors.InvalidGraph, errors.InvalidProtobuf) as error:
-        raise ConversionError(f"ONNX Runtime cannot open {name}: {_first_line(error)}") from error
 
-    def compute(rows: npt.NDArray[np.uint8]) -> Scores:
-        (logits,) = session.run([given.name], {taken.name: rows})
-        found: Scores = logits
-        return found
+        def compute(rows: npt.NDArray[np.uint8]) -> Scores:
+            (logits,) = session.run([given.name], {taken.name: rows})
+            scores: Scores = logits
+            return scores
 
-    return compute
+        return _tried(compute, found)
+    except (*failures, errors.RuntimeException, ValueError) as error:
+        raise ConversionError(f"ONNX Runtime cannot compute {name}: {_first_line(error)}") from error
 
 
-def open_openvino(files: dict[str, bytes]) -> Compute:
+def open_openvino(found: Exported) -> Compute:
     """A model in OpenVINO, in fp32: where the processor has bf16, it would otherwise compute in that."""
     openvino = import_openvino()
     how = {
@@ -190,15 +192,24 @@ def open_openvino(files: dict[str, bytes]) -> Compute:
     described, weights = FILES["openvino"]
     core = openvino.Core()
     try:
-        model = core.read_model(model=files[described], weights=files[weights])
+        model = core.read_model(model=found.files[described], weights=found.files[weights])
         request = core.compile_model(model, "CPU", how).create_infer_request()
-    except RuntimeError as error:
-        raise ConversionError(f"OpenVINO cannot open {described}: {_first_line(error)}") from error
 
-    def compute(rows: npt.NDArray[np.uint8]) -> Scores:
-        logits: Scores = request.infer({0: rows}, share_inputs=True)[0]
-        return logits
+        def compute(rows: npt.NDArray[np.uint8]) -> Scores:
+            scores: Scores = request.infer({0: rows}, share_inputs=True)[0]
+            return scores
 
+        return _tried(compute, found)
+    except (RuntimeError, ValueError) as error:
+        raise ConversionError(f"OpenVINO cannot compute {described}: {_first_line(error)}") from error
+
+
+def _tried(compute: Compute, found: Exported) -> Compute:
+    """The function itself, if it takes an image and has a score for each class."""
+    side, classes = found.preprocessing.image_size, len(found.class_names)
+    shape = compute(np.zeros((1, side, side, 3), np.uint8)).shape
+    if shape != (1, classes):
+        raise ValueError(f"its scores have shape {shape}, expected {(1, classes)}")
     return compute
 
 

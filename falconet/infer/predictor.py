@@ -91,10 +91,8 @@ class Lane:
         most, cuda = predictor.max_batch, about.device.type == "cuda"
         shape = (most, side, side, 3)  # in memory, which is how photos are decoded and how the model reads them
         self._predictor = predictor
-        host = torch.zeros(shape, dtype=torch.uint8, pin_memory=cuda)
-        there = torch.zeros(shape, dtype=torch.uint8, device=about.device) if cuda else host
-        self._rows = host.numpy()
-        self._images, self._there = host.permute(0, 3, 1, 2), there.permute(0, 3, 1, 2)
+        self._host = torch.zeros(shape, dtype=torch.uint8, pin_memory=cuda)
+        self._there = torch.zeros(shape, dtype=torch.uint8, device=about.device) if cuda else self._host
         self._scores = torch.zeros(most, len(about.class_names), dtype=predictor.format, pin_memory=cuda)
         self._stream = torch.cuda.Stream(about.device) if cuda else None  # type: ignore[no-untyped-call]
         self._recordings: dict[int, Recording] = {}  # by bucket
@@ -113,12 +111,12 @@ class Lane:
     def _capture(self) -> None:
         pool = torch.cuda.graph_pool_handle()  # shared by all: a lane computes one bucket at a time
         for size in reversed(self._predictor.buckets):
-            inputs = self._there[:size]
+            inputs = self._images(size)
             self._recordings[size] = Recording(self._predictor.logits, inputs, stream=self._stream, pool=pool)
 
     def __call__(self, portions: Sequence[Pixels]) -> list[Scores]:
         """Compute the scores of each portion; together they must fit into the largest bucket."""
-        count = gather(portions, self._rows)
+        count = gather(portions, self._host.numpy())
         # The rows beyond hold earlier images; every image is computed independently, so they change nothing.
         self._compute(next(size for size in self._predictor.buckets if size >= count))
         return divide(self._scores[:count].numpy().copy(), portions)
@@ -127,16 +125,20 @@ class Lane:
     def _compute(self, size: int) -> None:
         """Compute the scores of the first rows into host memory."""
         if self._stream is None:
-            self._scores[:size] = self._predictor.logits(self._images[:size])
+            self._scores[:size] = self._predictor.logits(self._images(size))
             return
         with torch.cuda.stream(self._stream):
-            self._there[:size].copy_(self._images[:size], non_blocking=True)
+            self._there[:size].copy_(self._host[:size], non_blocking=True)
             self._scores[:size].copy_(self._on_device(size), non_blocking=True)
         self._stream.synchronize()
 
+    def _images(self, size: int) -> Tensor:  # N x 3 x S x S, channels last in memory
+        """The first rows, on the device."""
+        return self._there[:size].permute(0, 3, 1, 2)
+
     def _on_device(self, size: int) -> Tensor:
         found = self._recordings.get(size)
-        return self._predictor.logits(self._there[:size]) if found is None else found.replay()
+        return self._predictor.logits(self._images(size)) if found is None else found.replay()
 
 
 def open_served(line: Sequence[Setting], say: Say) -> tuple[Classifier, ServeOptions]:
