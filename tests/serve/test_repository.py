@@ -73,7 +73,7 @@ def test_a_model_is_found_by_name_and_version():
         UnknownModelError, match=r"^there is no model 'bird'; this server has 'birds', 'cats'; did you mean 'birds'\?$"
     ):
         found.find("bird")
-    with pytest.raises(UnknownModelError, match="^birds has no version '6'; its version is 7$"):
+    with pytest.raises(UnknownModelError, match=r"^birds has no version '6'; its version is 7$"):
         found.find("birds", "6")
 
 
@@ -82,7 +82,7 @@ def test_a_request_without_a_name_gets_the_preferred_model_or_the_only_one():
     assert repository(Weights("birds"), Weights("cats"), preferred="cats").find().served.name == "cats"
     with pytest.raises(RequestError, match=r"^expected the name of a model, \?model=NAME, one of birds, cats$"):
         repository(Weights("birds"), Weights("cats")).find()
-    with pytest.raises(UnavailableError, match="^no model is loaded$"):
+    with pytest.raises(UnavailableError, match=r"^no model is loaded$"):
         repository().find()
 
 
@@ -116,7 +116,7 @@ def test_a_model_that_is_used_is_not_closed():
             await found.unload("birds")
             await asyncio.sleep(0.05)
             assert (await model.computed(pixels(1))).scores[0, 0] == 1
-        with pytest.raises(UnavailableError, match="^birds is not loaded$"):
+        with pytest.raises(UnavailableError, match=r"^birds is not loaded$"):
             found.find("birds")
 
     in_loop(scenario())
