@@ -19,9 +19,11 @@ from falconet.data.native.binding import Encoded
 from falconet.errors import did_you_mean, printable
 from falconet.infer.photos import HEAD, is_photo
 from falconet.serve import json_body
-from falconet.serve.protocol import RequestError
+from falconet.serve.refusals import RequestError, TooLargeError
 
 EXPECTED = "a JPEG, PNG or WebP file, multipart/form-data with files, or JSON with base64"
+MOST_PHOTOS = 256  # in one request
+MOST_BYTES = 64 << 20  # of one photo
 MOST_NAME = 100  # characters of a file's name in an answer
 MOST_FIELDS = 32  # of a form, besides its files
 MOST_FIELD = 1024  # bytes of a field's value
@@ -47,8 +49,10 @@ class Uploads:
     fields: dict[str, str]  # `top` and others, as text
 
 
-def read_uploads(body: memoryview, content_type: str, *, most_photos: int, most_bytes: int) -> Uploads:
-    """The photos of a complete body, each of at most `most_bytes`; RequestError says in one line what is wrong.
+def read(
+    body: memoryview, content_type: str, *, most_photos: int = MOST_PHOTOS, most_bytes: int = MOST_BYTES
+) -> Uploads:
+    """The photos of a complete body, each of at most `most_bytes`; RequestError or TooLargeError say what is wrong.
 
     A photo is recognised by its first bytes, whatever the Content-Type is: curl's `--data-binary` claims a form.
     """
@@ -262,12 +266,12 @@ def _field(key: str, value: object) -> str | None:
 
 def _check_count(photos: int, most: int) -> None:
     if photos > most:
-        raise RequestError(f"more than {most} photos" if most > 1 else "more than one photo")
+        raise RequestError(f"got more than {most} photos, expected at most {most} in a request")
 
 
 def _check_size(size: int, most: int, what: str) -> None:
     if size > most:
-        raise RequestError(f"{what}: {size:,} bytes, expected at most {most:,}")
+        raise TooLargeError(f"{what}: {size:,} bytes, expected at most {most:,}")
 
 
 def _called(name: str, number: int) -> str:
