@@ -15,7 +15,6 @@ from email.message import Message
 
 import numpy as np
 
-from falconet.data.native.binding import Encoded
 from falconet.errors import did_you_mean, printable
 from falconet.infer.photos import HEAD, is_photo
 from falconet.serve import json_body
@@ -38,7 +37,7 @@ class Upload:
     """A photo that a client sent; what it contains has not been looked at."""
 
     name: str  # printable and short; empty for a body that is a photo
-    encoded: Encoded  # a view of the body, unless it was base64
+    encoded: memoryview  # of the body, unless it was base64
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +112,8 @@ def _parts(body: memoryview, boundary: bytes) -> Iterator[memoryview]:
     others = re.finditer(re.escape(b"\r\n" + line), body)  # linear, as is any search for a fixed text
     for start, end in itertools.chain(first, (found.span() for found in others)):
         after = _AFTER_BOUNDARY.match(body, end)
-        if after is None:  # a longer line that starts like the boundary
-            continue
+        if after is None:
+            raise RequestError(f"the form has a line that starts like its boundary, {_shown(line)}")
         if begin is not None:
             yield body[begin : max(begin, start)]
         if after[1]:
@@ -211,6 +210,8 @@ def _photo(value: object, where: str, called: str, *, most_bytes: int) -> Upload
             if key not in ("name", "data"):
                 raise RequestError(f"{where}: unknown {_shown(key)}, expected name and data")
         name, value = value.get("name", ""), value.get("data")
+        if isinstance(name, memoryview):
+            name = str(name[: 2 * MOST_NAME], "utf-8", "replace")  # as it was sent, escapes and all: it is cut anyway
         if not isinstance(name, str):
             raise RequestError(f"{where}.name: got {_kind(name)}, expected a text")
         where = f"{where}.data"
