@@ -124,7 +124,7 @@ FALCONET_API void falconet_open_ranges(void* handle, int32_t count, const int32_
     });
 }
 
-// The same from memory, which is copied: data: count pointers; lengths: count, bytes.
+// The same from memory. data: count pointers; lengths: count, bytes. What can be decoded is copied.
 FALCONET_API void falconet_open_memory(void* handle, int32_t count, const uint8_t* const* data, const int64_t* lengths,
                                        int32_t* sizes, int8_t* statuses) {
     Workspace& workspace = *static_cast<Workspace*>(handle);
@@ -132,9 +132,10 @@ FALCONET_API void falconet_open_memory(void* handle, int32_t count, const uint8_
         if (lengths[i] < 0) return Status::bad_request;
         if (lengths[i] > workspace.limits.bytes) return Status::too_large;
         image.size = static_cast<size_t>(lengths[i]);
-        uint8_t* copy = image.file.need(image.size + 1);
-        if (image.size > 0) std::memcpy(copy, data[i], image.size);
-        return Status::ok;
+        int width = 0, height = 0;
+        const Status status = workspace.decoder.measure(data[i], image.size, width, height);
+        if (status == Status::ok) std::memcpy(image.file.need(image.size + 1), data[i], image.size);
+        return status;
     });
 }
 
