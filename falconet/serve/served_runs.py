@@ -1,0 +1,161 @@
+"""What a server's command line names: runs, checkpoints and weights, each opened under a name."""
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from falconet.checkpoint import format
+from falconet.checkpoint.manifest import MANIFEST
+from falconet.config.commands import ServeOptions
+from falconet.config.fields import value_or
+from falconet.config.load import Loaded, load_options
+from falconet.config.settings import LINE, Setting
+from falconet.data.encoded import PhotoDecoder
+from falconet.errors import CheckpointError, ConfigError
+from falconet.infer.classifier import Classifier
+from falconet.infer.predictor import Predictor, open_served
+from falconet.report.console import Say, counted
+from falconet.serve.batching import Execute
+from falconet.serve.protocol import Served
+from falconet.serve.repository import Opened, Source
+
+MAX_BATCH = 64
+CHECKPOINTS = "checkpoints"  # the folder of them in a run folder
+OF_ONE_MODEL = ("checkpoint-input-path", "more-models", "model", "pretrained", "image-size", "classes")
+_ODD = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+class ServedRuns:
+    """The models of a command line: those that are loaded at the start, and those that clients may load."""
+
+    def __init__(self, loaded: Loaded[ServeOptions], photos: PhotoDecoder, say: Say) -> None:
+        """`photos` decodes for all of them; `say` gets a line about what is opened."""
+        self._line, self._photos, self._say = loaded.line, photos, say
+        self._folder = loaded.options.models.repository
+        self._found: dict[Path, Source] = {}  # in the repository, so far
+        self.first = dict(self._named(loaded.options))
+
+    def _named(self, asked: ServeOptions) -> Iterator[tuple[str, Source]]:
+        path, taken = asked.input.checkpoint_input_path, set[str]()
+        if path is not None or any(setting.bare in ("model", "pretrained") for setting in self._line):
+            name = served_name(path) if path else _plain(asked.model.model)
+            taken.add(name)
+            yield name, self._source(name, self._line, path)
+        for other in asked.models.more_models:
+            name = served_name(other)
+            if name in taken:
+                raise ConfigError(
+                    f"--more-models: {other} would be served as '{name}', which is taken; rename its folder"
+                )
+            taken.add(name)
+            yield name, self._source(name, _line_for(other, self._line), other)
+        if not taken and self._folder is None:
+            raise ConfigError(
+                "expected a run, as in `falconet serve runs/my-run`, or --model NAME, or --repository DIR"
+            )
+
+    def known(self) -> dict[str, Source]:
+        """All models by name, those in the repository as they are now."""
+        runs = _runs_in(self._folder) if self._folder else []
+        for run in runs:
+            if run not in self._found:
+                self._found[run] = self._source(served_name(run), _line_for(run, self._line), run)
+        return {served_name(run): self._found[run] for run in runs} | self.first
+
+    def _source(self, name: str, line: Sequence[Setting], path: Path | None) -> Source:
+        stamps = Stamps(path, load_options(ServeOptions, line).options.choice.checkpoint)
+        return Source(open=lambda: self._opened(name, line, stamps), stamp=stamps.newest)
+
+    def _opened(self, name: str, line: Sequence[Setting], stamps: "Stamps") -> Opened:
+        stamp = stamps.newest()  # before the weights are read: what comes later is newer
+        classifier, options = open_served(line, self._say)
+        max_batch = value_or(options.serving.max_batch, MAX_BATCH)
+        predictor = Predictor(classifier, max_batch=max_batch)
+        preprocessing = classifier.preprocessing
+        served = Served(
+            name=name,
+            version=_version(classifier),
+            preprocessing=preprocessing,
+            class_names=classifier.class_names,
+            output=str(predictor.dtype).removeprefix("torch."),
+            max_batch=max_batch,
+            activation=classifier.activation,
+        )
+        side = preprocessing.image_size
+        about = (
+            f"{counted(len(classifier.class_names), 'class')}, {side} x {side} pixels, up to {max_batch} at once,"
+            f" {options.machine.precision} on {classifier.device}"
+        )
+        lanes: list[Execute] = list(predictor.lanes())
+        return Opened(served, lanes, lambda photo: self._photos.decode(photo, preprocessing), stamp, about)
+
+
+def served_name(path: Path) -> str:
+    """What a run, a checkpoint or a weights file is called in addresses: its own name, or that of its run."""
+    whole = path.resolve()
+    if (whole / MANIFEST).exists():
+        whole = whole.parent
+    if whole.name == CHECKPOINTS:
+        whole = whole.parent
+    return _plain(whole.name if whole.is_dir() else whole.name.partition(".")[0])
+
+
+def _plain(name: str) -> str:
+    return _ODD.sub("-", name) or "model"
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The run folders in a folder, by name."""
+    try:
+        found = sorted(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"--repository: {folder}: {error.strerror or error}; expected a folder of runs") from error
+    return [each for each in found if (each / CHECKPOINTS).is_dir()]
+
+
+def _line_for(path: Path, line: Sequence[Setting]) -> list[Setting]:
+    """The options of the line for another run."""
+    kept = [setting for setting in line if setting.bare not in OF_ONE_MODEL]
+    return [*kept, Setting("checkpoint-input-path", (str(path),), LINE)]
+
+
+def _version(classifier: Classifier) -> str:
+    """The epoch of a run's checkpoint; weights from elsewhere have only one version."""
+    if classifier.checkpoint is None:
+        return "1"
+    return str(format.read_manifest(classifier.checkpoint).progress.epoch)
+
+
+@dataclass
+class Stamps:
+    """Which weights a path stands for now; files are read again only if something in the folder has changed."""
+
+    path: Path | None
+    which: format.Which
+    _listed: object = None
+    _stamp: object = None
+    _looking: threading.Lock = field(default_factory=threading.Lock)
+
+    def newest(self) -> object:
+        """Equal for equal weights; CheckpointError if none of them is whole."""
+        if self.path is None:
+            return None
+        with self._looking:
+            listed = self._listing(self.path)
+            if listed != self._listed:
+                self._stamp = self._chosen(self.path) if self.path.is_dir() else listed
+                self._listed = listed
+            return self._stamp
+
+    def _listing(self, path: Path) -> object:
+        files = [path] if path.is_file() else [each / MANIFEST for each in format.checkpoints_in(path)]
+        try:
+            return [(file, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists()]
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+    def _chosen(self, path: Path) -> object:
+        folder, manifest = format.choose(path, self.which, lambda _: None)
+        return folder, sorted((name, record.sha256) for name, record in manifest.files.items())
