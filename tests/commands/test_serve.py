@@ -79,7 +79,9 @@ def test_requests_that_outlast_the_drain_timeout_are_cut_with_one_line():
         assert process.stderr.read() == ""
 
 
-SLOW = "--model resnet50 --image-size 128 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64 --engine torch"  # seconds
+SLOW = (  # a batch takes seconds
+    "--model resnet50 --image-size 128 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64 --engine torch"
+)
 
 
 def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():
