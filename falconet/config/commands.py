@@ -212,7 +212,7 @@ class InferOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(Command):
-    """Serve models over HTTP: photos in, class names out; also in the Open Inference Protocol, as Triton does."""
+    """Serve models over HTTP and gRPC: photos in, class names out; and the Open Inference Protocol, as Triton does."""
 
     example = "falconet serve runs/my-run --port 8000"
     arguments = ("checkpoint-input-path", "more-models")

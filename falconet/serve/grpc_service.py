@@ -187,25 +187,31 @@ class GrpcService:
         async with _refusing(context):
             if len(self._readers) >= MOST_STREAMS:
                 raise OverloadedError(f"{MOST_STREAMS} streams are open; try again later")
-            answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(MOST_AHEAD)
+            answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
+            ahead = asyncio.Semaphore(MOST_AHEAD)
             async with asyncio.TaskGroup() as group:
-                reader = group.create_task(self._read(context, answers, group))
+                reader = group.create_task(self._read(context, ahead, answers, group))
                 self._readers.add(reader)
                 reader.add_done_callback(self._readers.discard)
                 while (answer := await answers.get()) is not None:
                     await context.write((await answer).SerializeToString())
+                    ahead.release()
             if reader.cancelled():
                 raise UnavailableError("the server is stopping")
 
     async def _read(
-        self, context: Any, answers: "asyncio.Queue[asyncio.Task[Any] | None]", group: asyncio.TaskGroup
+        self,
+        context: Any,
+        ahead: asyncio.Semaphore,
+        answers: "asyncio.Queue[asyncio.Task[Any] | None]",
+        group: asyncio.TaskGroup,
     ) -> None:
         """Start an answer to each request of a stream; None marks its end."""
         try:
-            while self.is_ready and (body := await context.read()) is not grpc.aio.EOF:
-                await answers.put(group.create_task(self._streamed(body, context)))
+            while await ahead.acquire() and (body := await context.read()) is not grpc.aio.EOF:
+                answers.put_nowait(group.create_task(self._streamed(body, context)))
         finally:
-            await answers.put(None)
+            answers.put_nowait(None)
 
     async def _streamed(self, body: bytes, context: Any) -> Any:
         """The answer to a request of a stream; a refusal does not end the stream."""

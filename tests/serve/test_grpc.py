@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -361,6 +362,20 @@ def test_a_refusal_in_a_stream_has_the_requests_id(small):
     assert "raw_input_contents: got 1 bytes" in found[0].error_message
     assert "not a ModelInferRequest" in found[1].error_message
     assert len(found[2].infer_response.raw_output_contents) == 1
+
+
+def test_a_stream_that_is_cancelled_leaves_the_queue():
+    """With more requests than are computed at once."""
+    held = Held()
+    with nothing_logged(), running(held, most_bytes=MOST, max_delay=0) as found:
+        with streaming(found) as (asking, _):
+            for _ in range(3 * grpc_service.MOST_AHEAD):
+                asking.async_stream_infer(NAME, tensors(pixels(1)))
+            until(lambda: found.service._in_progress == grpc_service.MOST_AHEAD)
+        until(lambda: not found.service._readers)
+        until(lambda: not found.service._in_progress)
+        assert found.batcher.waiting == 0
+        held.go.set()
 
 
 def test_too_many_streams_are_refused(monkeypatch):
@@ -740,3 +755,49 @@ def test_the_clients_for_asyncio_get_the_same_scores():
     for one, two, three in zip(over_http, over_grpc, streamed, strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(one, three, rtol=1e-4, atol=1e-5)
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+NONSENSE = {
+    "nothing": b"",
+    "HTTP/1.1": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "noise": bytes(range(256)) * 40,
+    "a preface that is cut": PREFACE[:10],
+    "a preface and noise": PREFACE + bytes(range(256)) * 40,
+    "a frame that is too long": PREFACE + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01",
+    "settings, and half a frame": PREFACE + bytes(3) + b"\x04" + bytes(5) + b"\x00\x00\x10\x01",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+}
+
+
+@pytest.mark.dist
+def test_nonsense_and_lost_clients_leave_no_trace():
+    """Connections of every kind of nonsense, some cut and some left open, and calls that are given up."""
+    with served(f"{SMALL} --max-delay 1") as (process, _, lines):
+        address = re.search(r"and grpc://(127\.0\.0\.1:\d+): ", "".join(lines))[1]
+        host, port = address.split(":")
+        images = pixels(2)
+        with contextlib.closing(client.InferenceServerClient(address)) as asking, contextlib.ExitStack() as stack:
+            expected = asking.infer(NAME, tensors(images)).as_numpy("output_0")
+            before = threads_of(process)
+            for number in range(10):
+                for sent in NONSENSE.values():
+                    connection = socket.create_connection((host, int(port)), timeout=LIMIT)
+                    with contextlib.suppress(ConnectionError):
+                        connection.sendall(sent)
+                    if number == 0:
+                        stack.enter_context(connection)  # stays open
+                    else:
+                        connection.close()
+                with pytest.raises(InferenceServerException):
+                    asking.infer(NAME, tensors(images), client_timeout=1e-4)
+                found = asking.infer(NAME, tensors(images)).as_numpy("output_0")
+                np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+            assert threads_of(process) <= before + 4  # gRPC starts a few of its own, not one for each connection
+        process.terminate()
+        assert process.wait(LIMIT) == 0
+        assert process.stderr.read() == ""
+
+
+def threads_of(process):
+    return len(list(Path(f"/proc/{process.pid}/task").iterdir()))
