@@ -566,6 +566,12 @@ def _tables_are_csv(options: Any) -> str | None:
     return None
 
 
+def _url_or_server(options: Any) -> str | None:
+    if options.load.url is not None and options.load.server != "falconet":
+        return f"--server {options.load.server}: contradicts --url, whose server is already running"
+    return None
+
+
 def _int8_is_onnx(options: Any) -> str | None:
     if not options.export.int8:
         return None
@@ -625,6 +631,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("table", "choice"), _predictions_are_of_one_checkpoint),
     (("table",), _tables_are_csv),
     (("export",), _int8_is_onnx),
+    (("load",), _url_or_server),
     (("doctor",), _doctor_replicas_need_distributed),
     (("inference",), _splits_of_predictions_are_layers_or_auto),
 )
