@@ -1,6 +1,7 @@
 """NVIDIA's Triton server with an exported model: the answers to its official clients, and how it batched them."""
 
 import importlib
+import itertools
 import json
 import threading
 import urllib.request
@@ -9,13 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from falconet.bench import load_test
+from falconet.bench import load_test, triton_server
 from falconet.bench.client import Job, difference
 from falconet.bench.load_test import Target, Tensors
+from falconet.cli import main
 from served import LIMIT, until
+from triton_exports import exported_model
 
 pytestmark = pytest.mark.dist
 TOLERANCE = 1e-5  # of an image's largest score: the originals' relative tolerance
+DEEP_TOLERANCE = 1e-4  # the export's own
 PROTOCOLS = ("http", "grpc")
 
 
@@ -122,14 +126,11 @@ def test_requests_of_many_clients_are_computed_together(protocol, server, export
     assert executions < images
 
 
-@pytest.mark.parametrize("clients", [1, 4, 8])
-@pytest.mark.parametrize("kind", ["SYNC", "ASYNC"])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_originals_matrix_of_clients(protocol, kind, clients, server, exported, tmp_path):
-    """Client processes that wait for each answer, or keep several requests in flight: every answer is right."""
-    batches, requests = 8, 12
-    np.save(tmp_path / "images.npy", exported.pixels.reshape(batches, 8, 8, 8, 3))
-    np.save(tmp_path / "expected.npy", exported.scores.reshape(batches, 8, 10))
+def answered(server, exported, folder, *, protocol, kind, clients, requests=12, tolerance=TOLERANCE):
+    """Client processes send all images, eight at a time; every answer must be the local model's."""
+    batches = len(exported.pixels) // 8
+    np.save(folder / "images.npy", exported.pixels.reshape(batches, 8, *exported.pixels.shape[1:]))
+    np.save(folder / "expected.npy", exported.scores.reshape(batches, 8, -1))
     before = counts(server, exported)
     job = Job(
         protocol=protocol,
@@ -138,9 +139,9 @@ def test_the_originals_matrix_of_clients(protocol, kind, clients, server, export
         model=exported.name,
         input="images",
         output="logits",
-        images=str(tmp_path / "images.npy"),
-        expected=str(tmp_path / "expected.npy"),
-        tolerance=TOLERANCE,
+        images=str(folder / "images.npy"),
+        expected=str(folder / "expected.npy"),
+        tolerance=tolerance,
         window=4 if kind == "ASYNC" else 1,
         count=requests,
     )
@@ -149,6 +150,27 @@ def test_the_originals_matrix_of_clients(protocol, kind, clients, server, export
     images, executions = counts(server, exported) - before
     assert images == clients * requests * 8
     assert executions <= clients * requests
+
+
+@pytest.mark.parametrize("clients", [1, 4, 8])
+@pytest.mark.parametrize("kind", ["SYNC", "ASYNC"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_originals_matrix_of_clients(protocol, kind, clients, server, exported, tmp_path):
+    """Client processes that wait for each answer, or keep several requests in flight."""
+    answered(server, exported, tmp_path, protocol=protocol, kind=kind, clients=clients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["resnet50", "efficientnet-b0", "efficientnet-b4"])
+def test_the_originals_models_for_the_matrix_of_clients(model, a_server_is_installed, tmp_path):
+    """At 64 x 64, with random weights."""
+    line = f"--model {model} --image-size 64"
+    assert main(f"export {line} --format triton --output {tmp_path / 'export'}".split()) == 0
+    exported = exported_model(tmp_path / "export", images=16, line=line)
+    with triton_server.started(exported.models, models=[exported.name]) as server:
+        for protocol, kind, clients in itertools.product(PROTOCOLS, ("SYNC", "ASYNC"), (1, 4, 8)):
+            load = {"protocol": protocol, "kind": kind, "clients": clients, "requests": 4}
+            answered(server, exported, tmp_path, **load, tolerance=DEEP_TOLERANCE)
 
 
 def test_metrics_count_the_images(server, exported):
