@@ -20,7 +20,7 @@ from falconet.parallel.host import none_left
 
 DROPPED = 2  # first requests of each client, which are not counted
 GRACE = 30.0  # seconds for a process to exit after SIGTERM
-STARTED = re.compile(r"serving (\S+) at (http://\S+?):? ")
+STARTED = re.compile(r"serving (\S+) at (http://\S+?)(?: and grpc://(\S+?))?:? ")
 SECONDS = 10.0  # for the server to answer a query
 
 
@@ -126,13 +126,13 @@ class Tensors:
 
 
 @contextlib.contextmanager
-def started(argv: Sequence[str]) -> Iterator[Target]:
+def started(argv: Sequence[str], protocol: Literal["http", "grpc"] = "http") -> Iterator[Target]:
     """Run a server in another process, and stop it at the end."""
     with none_left():
-        yield from _started(argv)
+        yield from _started(argv, protocol)
 
 
-def _started(argv: Sequence[str]) -> Iterator[Target]:
+def _started(argv: Sequence[str], protocol: Literal["http", "grpc"]) -> Iterator[Target]:
     process = subprocess.Popen(
         [sys.executable, "-m", "falconet", *argv],
         stdout=subprocess.PIPE,
@@ -149,7 +149,10 @@ def _started(argv: Sequence[str]) -> Iterator[Target]:
                 # Keep reading, so that its later output cannot fill the pipe.
                 reader = threading.Thread(target=process.stdout.read, daemon=True)
                 reader.start()
-                yield Target.at(found[2], found[1])
+                model, url, address = found.groups()
+                if protocol == "grpc" and address is None:
+                    raise ConfigError("--protocol grpc: Falconet's server has only HTTP here; expected --server triton")
+                yield Target.at(url if protocol == "http" else address, model, protocol)
                 return
         # It has explained itself on stderr, which is this process's.
         raise WorldError(f"the server did not start: exit code {process.wait()}")

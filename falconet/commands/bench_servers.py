@@ -44,9 +44,7 @@ def opened(options: BenchServeOptions, line: Sequence[Setting], say: Say) -> Ite
 
 @contextlib.contextmanager
 def _falconet(options: BenchServeOptions, line: Sequence[Setting], _: Say) -> Iterator[Target]:
-    if options.load.protocol == "grpc":
-        raise ConfigError("--protocol grpc: Falconet's server has only HTTP; expected --server triton or --url")
-    with load_test.started(["serve", *_server_line(options, line)]) as target:
+    with load_test.started(["serve", *_server_line(options, line)], options.load.protocol) as target:
         yield target
 
 

@@ -54,6 +54,20 @@ def test_difference_is_relative_to_the_largest_score():
     assert difference(expected * math.nan, expected) == math.inf
 
 
+LINES = {
+    "serving m at http://127.0.0.1:8000: input": ("m", "http://127.0.0.1:8000", None),
+    "serving m at http://[::1]:1 and grpc://[::1]:2: input": ("m", "http://[::1]:1", "[::1]:2"),
+}
+
+
+@pytest.mark.parametrize(("line", "parts"), LINES.items())
+def test_a_servers_first_line_says_where_it_is(line, parts):
+    found = load_test.STARTED.match(line)
+    assert found.groups() == parts
+    if parts[2]:
+        assert Target.at(parts[2], "m", "grpc") == Target(protocol="grpc", host="::1", port=2, model="m")
+
+
 @pytest.fixture
 def job(tmp_path):
     """Clients with two batches of three images and their expected scores."""

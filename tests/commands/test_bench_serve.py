@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from falconet.bench import triton_server
+from falconet.config.commands import ServeOptions
+from falconet.config.fields import options_of
 from served import running
 from watched import children, is_gone
 
@@ -100,6 +102,17 @@ def test_tritons_server_is_measured_over_grpc(falconet):
         assert words in answer.out
 
 
+def test_falconets_server_is_measured_over_grpc(falconet):
+    answer = falconet(f"{SMALL} --protocol grpc --clients 2 --check-answers")
+    if "grpc-port" in options_of(ServeOptions):
+        assert answer.code == 0, answer.err
+        assert "served to 2 clients, SYNC, gRPC" in answer.out
+        assert "all 16 answers match the model's output here" in answer.out
+    else:
+        assert answer.code == 2
+        assert answer.err.startswith("falconet bench serve: --protocol grpc: Falconet's server has only HTTP here")
+
+
 def test_a_missing_tritonserver_is_reported_before_anything_starts(falconet, monkeypatch, tmp_path):
     monkeypatch.setattr(triton_server, "ENVIRONMENT", tmp_path)
     monkeypatch.setenv("PATH", "")
@@ -111,7 +124,6 @@ def test_a_missing_tritonserver_is_reported_before_anything_starts(falconet, mon
 MISTAKES = {
     f"{SMALL} --url http://127.0.0.1:1 --server both": "--server both: contradicts --url",
     f"{SMALL} --url 127.0.0.1:1 --protocol grpc": "--url: 127.0.0.1:1: ",
-    f"{SMALL} --protocol grpc": "--protocol grpc: Falconet's server has only HTTP; expected --server triton or --url",
     f"{SMALL} --url http://127.0.0.1:1": "--url: http://127.0.0.1:1/v2/models/resnet8-cifar: ",
     f"{SMALL} --data synthetic": "--data synthetic: exists only on the device",
     f"{SMALL} --request-type sync": "--request-type: got 'sync', expected SYNC or ASYNC",
