@@ -1,7 +1,7 @@
 """Compare a served model with the same model called directly: images per second, and what limits the difference.
 
     python bench/serving.py                                        ResNet-50 in 16 bits, 90 images per request
-    python bench/serving.py --model resnet18 --image-size 64 --batch 8 --precision 32.32 --requests 40 --front-ends 1
+    python bench/serving.py --model resnet18 --image-size 64 --batch 8 --precision 32.32 --requests 40
 
 `local` is the predictor in this process, with as many lanes as the server has: images in host memory are gathered,
 copied and computed, and the scores copied back. `transport` is the server with a model that computes nothing. `served`
@@ -37,8 +37,10 @@ from falconet.config.load import read_line
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.infer.predictor import Pixels, Predictor, Scores, open_classifier
 from falconet.serve import app, connections
-from falconet.serve.batching import Batcher, Policy
+from falconet.serve.batching import Policy
+from falconet.serve.bodies import Memory
 from falconet.serve.protocol import Served
+from falconet.serve.repository import Opened, Repository
 
 HELD, WINDOW = 4, 4
 LOADS = (("SYNC", 1), ("ASYNC", 1), ("SYNC", 8), ("ASYNC", 8))
@@ -58,21 +60,18 @@ def serve_nothing(args: argparse.Namespace) -> None:
         name="nothing", preprocessing=preprocessing, class_names=names, output="float16", max_batch=args.batch
     )
     policy = Policy(max_batch=args.batch, max_delay=0.0, max_queue=64 * args.batch)
-    batcher, memory = Batcher([lane, lane], policy), app.Memory(1 << 34)
-
-    def fronts() -> list[app.FrontEnd]:
-        ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (args.nothing - 1)]
-        return [app.FrontEnd(served, way, counts=batcher.counts, memory=memory, max_delay=0.0) for way in ways]
-
+    repository = Repository(sources=dict, policy=lambda _: policy)
+    repository.adopt("nothing", Opened(served, [lane, lane], decode=np.frombuffer, stamp=0, about=""))
+    front = app.FrontEnd(repository, memory=Memory(1 << 34), most_body=1, seconds=60.0)
     with connections.Address(host="127.0.0.1", port=0).open() as listening:
         line = f"serving nothing at http://127.0.0.1:{listening.getsockname()[1]}: "
-        asyncio.run(connections.serve(fronts, listening, drain_seconds=20.0, started=lambda: print(line, flush=True)))
-    batcher.close()
+        asyncio.run(connections.serve(front, listening, drain_seconds=20.0, started=lambda: print(line, flush=True)))
+    repository.close()
 
 
 @contextmanager
-def nothing_served(args: argparse.Namespace, front_ends: int) -> Iterator[Target]:
-    argv = [sys.executable, __file__, "--nothing", str(front_ends), "--batch", str(args.batch)]
+def nothing_served(args: argparse.Namespace) -> Iterator[Target]:
+    argv = [sys.executable, __file__, "--nothing", "--batch", str(args.batch)]
     process = subprocess.Popen([*argv, "--image-size", str(args.image_size)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     found = load_test.STARTED.match(process.stdout.readline())
@@ -141,12 +140,11 @@ def compare(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "images.npy"
         np.save(path, images)
-        for front_ends in args.front_ends:
-            with nothing_served(args, front_ends) as target:
-                tell(target, args, path, f"transport, {front_ends} front ends", base)
-            more = f"--port 0 --max-queue {64 * args.batch} --front-ends {front_ends}"
-            with load_test.started(["serve", *line.split(), *more.split()]) as target:
-                tell(target, args, path, f"served, {front_ends} front ends", base)
+        with nothing_served(args) as target:
+            tell(target, args, path, "transport", base)
+        more = f"--port 0 --max-queue {64 * args.batch}"
+        with load_test.started(["serve", *line.split(), *more.split()]) as target:
+            tell(target, args, path, "served", base)
     again = local(captured, images, args.seconds)
     print(f"local, as served, again           {again:10,.0f} images/s ({100 * (again / base - 1):+.1f} %)")
 
@@ -169,9 +167,8 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=90)
     parser.add_argument("--requests", type=int, default=100, help="requests of each client")
-    parser.add_argument("--front-ends", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each local measurement")
-    parser.add_argument("--nothing", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--nothing", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.nothing:
         serve_nothing(args)

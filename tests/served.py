@@ -22,8 +22,10 @@ from falconet.infer.predictor import Predictor
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
 from falconet.serve import app, connections
-from falconet.serve.batching import Batcher, Policy
+from falconet.serve.batching import Policy
+from falconet.serve.bodies import Memory
 from falconet.serve.protocol import HEADER, Served
+from falconet.serve.repository import Opened, Repository
 
 SIDE, CLASSES = 8, 5
 NAME = "resnet8-cifar"
@@ -58,15 +60,21 @@ def pixels(count, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (count, 3, SIDE, SIDE), dtype=np.uint8)
 
 
-def about(max_batch=8):
+def about(max_batch=8, name=NAME, version="1"):
     classifier = small_classifier()
     return Served(
-        name=NAME,
+        name=name,
+        version=version,
         preprocessing=classifier.preprocessing,
         class_names=classifier.class_names,
         output="float32",
         max_batch=max_batch,
     )
+
+
+def decoded(encoded):
+    """A photo whose bytes are its pixels."""
+    return np.frombuffer(encoded, dtype=np.uint8).reshape(SIDE, SIDE, 3)
 
 
 class Held:
@@ -86,11 +94,23 @@ class Running:
     """A server in a thread of this process."""
 
     def __init__(
-        self, lane, *, max_batch=8, max_delay=0.02, max_queue=64, memory=1 << 30, fronts=1, drain_seconds=LIMIT
+        self,
+        lane,
+        *,
+        max_batch=8,
+        max_delay=0.02,
+        max_queue=64,
+        memory=1 << 30,
+        drain_seconds=LIMIT,
+        seconds=LIMIT,
+        decode=decoded,
     ):
         self.served = about(max_batch)
-        self.batcher = Batcher([lane], Policy(max_batch=max_batch, max_delay=max_delay, max_queue=max_queue))
-        self.memory, self.max_delay, self.fronts = app.Memory(memory), max_delay, fronts
+        policy = Policy(max_batch=max_batch, max_delay=max_delay, max_queue=max_queue)
+        self.repository = Repository(sources=dict, policy=lambda _: policy)
+        self.repository.adopt(NAME, Opened(self.served, [lane], decode, stamp=0, about=""))
+        self.batcher = self.repository.find().batcher
+        self.front = app.FrontEnd(self.repository, memory=Memory(memory), most_body=1 << 20, seconds=seconds)
         self.drain_seconds, self.cut = drain_seconds, None
         self.socket = connections.Address(host="127.0.0.1", port=0).open()
         self.port = self.socket.getsockname()[1]
@@ -100,11 +120,7 @@ class Running:
         self._thread.start()
 
     async def _run(self):
-        batcher = self.batcher
-        ways = [batcher.submit, *[app.from_other_threads(batcher.submit)] * (self.fronts - 1)]
-        options = {"counts": batcher.counts, "memory": self.memory, "max_delay": self.max_delay}
-        fronts = [app.FrontEnd(self.served, way, **options) for way in ways]
-        async with connections.answering(fronts, self.socket, drain_seconds=self.drain_seconds) as cut:
+        async with connections.answering(self.front, self.socket, drain_seconds=self.drain_seconds) as cut:
             await self._stop.wait()
         self.cut = sum(cut)
         await asyncio.sleep(0.01)  # let the last connections close
@@ -234,7 +250,7 @@ def served(line):
     try:
         for text in process.stdout:
             lines.append(text)
-            if found := re.search(r"at http://127\.0\.0\.1:(\d+): input_0", text):
+            if found := re.search(r"^drop photos on http://127\.0\.0\.1:(\d+), ", text):
                 break
         else:
             pytest.fail(f"exit code {process.wait()}: {lines} {process.stderr.read()}")

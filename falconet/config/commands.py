@@ -26,6 +26,7 @@ from falconet.config.options import (
     Logging,
     Machine,
     Model,
+    Models,
     Numerics,
     Optimizer,
     Pack,
@@ -211,25 +212,22 @@ class InferOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(Command):
-    """Serve a checkpoint's model over HTTP, in the Open Inference Protocol, as Triton does."""
+    """Serve models over HTTP: photos in, class names out; also in the Open Inference Protocol, as Triton does."""
 
     example = "falconet serve runs/my-run --port 8000"
-    arguments = ("checkpoint-input-path",)
+    arguments = ("checkpoint-input-path", "more-models")
+    optional = ("more-models",)
+    instead: ClassVar[Mapping[str, str]] = {"pretrained": "checkpoint-input-path"}
     common = (
-        "checkpoint-input-path",
-        "checkpoint",
-        "model",
-        "host",
-        "port",
-        "max-batch",
-        "max-delay",
-        "device",
-        "precision",
+        *("checkpoint-input-path", "more-models", "checkpoint", "model", "pretrained", "repository", "watch"),
+        *("host", "port", "max-batch", "max-delay", "device", "precision"),
     )
 
     serving: Serving = field(default_factory=Serving)
+    models: Models = field(default_factory=Models)
     input: Input = field(default_factory=Input)
     choice: Choice = field(default_factory=Choice)
+    pretrained: Pretrained = field(default_factory=Pretrained)
     model: Model = field(default_factory=Model)
     fresh: Fresh = field(default_factory=Fresh)
     machine: Machine = field(default_factory=Machine)

@@ -743,13 +743,27 @@ class Serving:
     max_delay: Annotated[float, AtLeast(0)] = 2.0
     """Milliseconds that a request may wait for others to join it while the device is free."""
     max_queue: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Images that may wait; further requests are refused with status 503; auto: 16 x --max-batch."""
+    """Images that may wait; further requests are refused with status 429; auto: 16 x --max-batch."""
+    max_body: Annotated[int, AtLeast(1)] = 64
+    """MiB of one request with photos; larger ones are refused with status 413."""
+    request_timeout: Annotated[float, MoreThan(0)] = 30.0
+    """Seconds from the receipt of a request to its computation; later ones are refused with status 504."""
     drain_timeout: Annotated[float, AtLeast(0)] = 20.0
     """Seconds to finish requests in progress after a request to stop; those that need longer are cut off."""
-    front_ends: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Threads that talk to clients; auto: 4 for a CUDA device, 1 for a CPU, which needs its cores to compute."""
     half_partial: bool = False
     """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Further models, and when they change."""
+
+    more_models: tuple[Path, ...] = local(())
+    """Further runs, checkpoints or weights files to serve, each under the name of its folder or file."""
+    repository: Path | None = local(None)
+    """Folder of runs that clients may load and unload by name, besides those that are served from the start."""
+    watch: bool = local(False)
+    """Serve a better checkpoint of a run as soon as there is one, without losing a request."""
 
 
 @dataclass(frozen=True, kw_only=True)

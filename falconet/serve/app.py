@@ -1,197 +1,190 @@
-"""The HTTP application: routes, limits on memory and time, and errors as the protocol has them."""
+"""The HTTP application: routes, and what each answers."""
 
 import asyncio
 import contextlib
 import json
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import os
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
-import numpy as np
-import numpy.typing as npt
 from aiohttp import web
 
 import falconet
-from falconet.errors import memory_shortage
-from falconet.infer.predictor import Pixels, Scores
-from falconet.serve import protocol
-from falconet.serve.batching import ComputingError, Counts, OverloadedError
+from falconet.errors import UserError, memory_shortage
+from falconet.infer.predictor import Scores
+from falconet.serve import bodies, protocol, uploads
+from falconet.serve.bodies import Bytes, Memory
+from falconet.serve.classification import classify
 from falconet.serve.connections import LOG, refusal
-from falconet.serve.protocol import Asked, RequestError, Served
+from falconet.serve.protocol import Asked, Served
+from falconet.serve.refusals import ComputingError, ForbiddenError, OverloadedError, RefusedError, RequestError
+from falconet.serve.repository import Model, Repository
 
-BODY_SECONDS = 60.0  # to receive a whole request body
-PAGE = 2 << 20  # bytes that the system may allocate on the first write: a huge page
 AT_ONCE = 4 << 10  # bytes of JSON, or scores to write as JSON, that do not need another thread
 MOST_FAILED = 3  # failed batches in a row after which the server is not ready: a broken device fails on all
-Bytes = npt.NDArray[np.uint8]  # one dimension
+MOST_PHOTOS = 256  # in one request
+TOP = 5  # classes of a photo, unless the request says how many
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Submit = Callable[[Pixels], Coroutine[None, None, Scores]]
-
-
-class Memory:
-    """A limit on the memory of all request bodies, so that no number of clients can exhaust the machine."""
-
-    def __init__(self, most: int) -> None:
-        self._free, self._lock = most, threading.Lock()  # bytes
-
-    @contextlib.contextmanager
-    def reserved(self, length: int) -> Iterator["Body"]:
-        """A buffer of this many bytes; only what has been received counts against the limit."""
-        body = Body(length, self._take)
-        try:
-            yield body
-        finally:
-            with self._lock:
-                self._free += body.counted
-
-    def _take(self, length: int) -> None:
-        with self._lock:
-            if length > self._free:
-                raise OverloadedError("out of memory for request bodies; try again later")
-            self._free -= length
-
-
-class Body:
-    """A request body as it arrives.
-
-    Memory is allocated when it is first written: a client that announces much and sends little takes little.
-    """
-
-    def __init__(self, length: int, take: Callable[[int], None]) -> None:
-        self.bytes: Bytes = np.empty(length, dtype=np.uint8)  # not filled with zeros first, unlike a bytearray
-        self.received = self.counted = 0
-        self._take = take
-        self._count()
-
-    def add(self, chunk: bytes) -> None:
-        """Append a chunk."""
-        at, self.received = self.received, self.received + len(chunk)
-        self._count()
-        self.bytes[at : self.received] = np.frombuffer(chunk, dtype=np.uint8)  # releases the GIL
-
-    def _count(self) -> None:
-        """Count page by page, starting with the first."""
-        reached = min(len(self.bytes), (self.received // PAGE + 1) * PAGE)
-        if reached > self.counted:
-            self._take(reached - self.counted)
-            self.counted = reached
 
 
 class FrontEnd:
-    """Answers requests about one model."""
+    """Answers HTTP requests with the models of a repository."""
 
-    def __init__(self, served: Served, submit: Submit, *, counts: Counts, memory: Memory, max_delay: float) -> None:
-        self._served, self._submit, self._counts, self._memory = served, submit, counts, memory
-        self._config = protocol.configuration(served, max_delay=max_delay)
+    def __init__(
+        self, repository: Repository, *, memory: Memory, most_body: int, seconds: float, may_load: bool = False
+    ) -> None:
+        """`most_body`: bytes of a request with photos; `seconds`: until a request is late; `may_load`: by clients."""
+        self._repository, self._memory = repository, memory
+        self._most_body, self._seconds, self._may_load = most_body, seconds, may_load
         # One long JSON at a time: numpy takes ten times its size to read it, which `memory` does not count.
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
+        self._decoding = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
         self.is_ready = True  # until the server is asked to stop
 
     def close(self) -> None:
-        """Let the parsing thread end, after the last request."""
+        """Let the threads end, after the last request."""
         self._parsing.shutdown(wait=False)
+        self._decoding.shutdown(wait=False)
 
     def application(self) -> web.Application:
-        """All routes of the protocol."""
+        """All routes."""
         app = web.Application(middlewares=[_in_one_line])
+        app.router.add_post("/predict", self._predict)
         app.router.add_get("/v2", _always(_server_metadata()))
         app.router.add_get("/v2/health/live", _always({"live": True}))
         app.router.add_get("/v2/health/ready", self._ready)
+        app.router.add_get("/v2/models/stats", self._all_statistics)
         for base in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            app.router.add_get(base, self._of_model(_always(protocol.metadata(self._served))))
-            app.router.add_get(f"{base}/ready", self._of_model(self._ready))
-            app.router.add_get(f"{base}/config", self._of_model(_always(self._config)))
-            app.router.add_get(f"{base}/stats", self._of_model(self._statistics))
-            app.router.add_post(f"{base}/infer", self._of_model(self._infer))
+            app.router.add_get(base, self._metadata)
+            app.router.add_get(f"{base}/ready", self._model_ready)
+            app.router.add_get(f"{base}/config", self._config)
+            app.router.add_get(f"{base}/stats", self._statistics)
+            app.router.add_post(f"{base}/infer", self._infer)
+        app.router.add_post("/v2/repository/index", self._index)
+        app.router.add_post("/v2/repository/models/{model}/load", self._load)
+        app.router.add_post("/v2/repository/models/{model}/unload", self._unload)
         return app
 
-    def _of_model(self, handler: Handler) -> Handler:
-        """Wrap a handler to answer 404 for any other model or version."""
+    # Photos.
 
-        async def checked(request: web.Request) -> web.StreamResponse:
-            name, version = request.match_info["model"], request.match_info.get("version", protocol.VERSION)
-            if name != self._served.name:
-                return refusal(404, f"there is no model '{name[:80]}'; this server has '{self._served.name}'")
-            if version != protocol.VERSION:
-                return refusal(404, f"{name} has no version '{version[:80]}'; its version is {protocol.VERSION}")
-            return await handler(request)
+    async def _predict(self, request: web.Request) -> web.Response:
+        name, version = request.query.get("model", ""), request.query.get("version", "")
+        with self._used(name, version) as model:
+            length = bodies.announced(request, most=self._most_body, kind="a request with photos")
+            with self._memory.reserved(length) as incoming:
+                await bodies.receive(incoming, request)
+                loop = asyncio.get_running_loop()
+                deadline = loop.time() + self._seconds
+                sent = await loop.run_in_executor(
+                    self._decoding, uploads.read, incoming.bytes.data, request.headers.get("Content-Type", "")
+                )
+                if len(sent.photos) > MOST_PHOTOS:
+                    raise RequestError(f"got {len(sent.photos):,} photos, expected at most {MOST_PHOTOS} in a request")
+                top = _top(request.query.get("top", sent.fields.get("top")), model.served)
+                answer = await classify(model, sent.photos, top=top, deadline=deadline, threads=self._decoding)
+        return web.json_response(answer)
 
-        return checked
+    # The Open Inference Protocol.
+
+    @contextlib.contextmanager
+    def _used(self, name: str, version: str) -> Iterator[Model]:
+        with self._repository.find(name, version).used() as model:
+            yield model
+
+    def _found(self, request: web.Request) -> Model:
+        return self._repository.find(request.match_info["model"], request.match_info.get("version", ""))
 
     async def _ready(self, _: web.Request) -> web.Response:
-        ready = self.is_ready and self._counts.failed_in_a_row < MOST_FAILED
-        return web.json_response({"ready": ready}, status=200 if ready else 503)
+        return _readiness(self.is_ready and all(map(_works, self._repository.models)))
 
-    async def _statistics(self, _: web.Request) -> web.Response:
-        counts = self._counts
-        return web.json_response(
-            {
-                "model_stats": [
-                    {
-                        "name": self._served.name,
-                        "version": protocol.VERSION,
-                        "inference_count": counts.images,
-                        "execution_count": counts.executions,
-                        "falconet": asdict(counts),
-                    }
-                ]
-            }
-        )
+    async def _model_ready(self, request: web.Request) -> web.Response:
+        return _readiness(self.is_ready and _works(self._found(request)))
+
+    async def _metadata(self, request: web.Request) -> web.Response:
+        return web.json_response(protocol.metadata(self._found(request).served))
+
+    async def _config(self, request: web.Request) -> web.Response:
+        model = self._found(request)
+        return web.json_response(protocol.configuration(model.served, max_delay=model.batcher.policy.max_delay))
+
+    async def _statistics(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_stats": [_counted(self._found(request))]})
+
+    async def _all_statistics(self, _: web.Request) -> web.Response:
+        return web.json_response({"model_stats": [_counted(model) for model in self._repository.models]})
 
     async def _infer(self, request: web.Request) -> web.Response:
-        length = request.content_length
-        header = request.headers.get(protocol.HEADER)
-        most = protocol.MOST_JSON if header is None else self._served.most_binary
-        if length is None:
-            return refusal(411, "Content-Length: required")
-        if length > most:
+        with self._used(request.match_info["model"], request.match_info.get("version", "")) as model:
+            header = request.headers.get(protocol.HEADER)
+            most = protocol.MOST_JSON if header is None else model.served.most_binary
             kind = "a request of JSON alone" if header is None else f"a request with {protocol.HEADER}"
-            return refusal(413, f"Content-Length: got {length:,}, expected at most {most:,} for {kind}")
-        if "Content-Encoding" in request.headers:
-            return refusal(400, "Content-Encoding: not supported; send the body uncompressed")
-        with self._memory.reserved(length) as incoming:
-            await _read_into(incoming, request)
-            asked = await self._read(incoming.bytes, header)
-            scores = await self._submit(asked.images)
-            answer, headers = await self._written(scores, asked)
+            with self._memory.reserved(bodies.announced(request, most=most, kind=kind)) as incoming:
+                await bodies.receive(incoming, request)
+                deadline = asyncio.get_running_loop().time() + self._seconds
+                asked = await self._read(incoming.bytes, header, model.served)
+                computed = await model.computed(asked.images, deadline=deadline)
+                answer, headers = await self._written(computed.scores, asked, model.served)
         return web.Response(body=answer, headers=headers)
 
-    async def _read(self, body: Bytes, header: str | None) -> Asked:
+    async def _read(self, body: Bytes, header: str | None, served: Served) -> Asked:
         if len(body) <= AT_ONCE or (header is not None and len(header) < len(str(AT_ONCE))):
-            return protocol.read_request(body.data, header, self._served)
+            return protocol.read_request(body.data, header, served)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._parsing, protocol.read_request, body.data, header, self._served)
+        return await loop.run_in_executor(self._parsing, protocol.read_request, body.data, header, served)
 
-    async def _written(self, scores: Scores, asked: Asked) -> tuple[bytes, dict[str, str]]:
+    async def _written(self, scores: Scores, asked: Asked, served: Served) -> tuple[bytes, dict[str, str]]:
         if asked.binary or scores.size <= AT_ONCE:
-            return protocol.write_answer(scores, asked, self._served)
+            return protocol.write_answer(scores, asked, served)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._parsing, protocol.write_answer, scores, asked, self._served)
+        return await loop.run_in_executor(self._parsing, protocol.write_answer, scores, asked, served)
+
+    # The repository of models.
+
+    async def _index(self, _: web.Request) -> web.Response:
+        return web.json_response([each._asdict() for each in self._repository.index()])
+
+    async def _load(self, request: web.Request) -> web.Response:
+        self._require_control()
+        await self._repository.load(request.match_info["model"])
+        return web.json_response({})
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        self._require_control()
+        await self._repository.unload(request.match_info["model"])
+        return web.json_response({})
+
+    def _require_control(self) -> None:
+        if not self._may_load:
+            raise ForbiddenError("clients may not load or unload models; the server needs --repository for that")
 
 
-def from_other_threads(submit: Submit) -> Submit:
-    """Make the running loop's `submit` callable from the loops of other threads."""
-    loop = asyncio.get_running_loop()
+def _top(asked: str | None, served: Served) -> int:
+    if asked is None:
+        return min(TOP, len(served.class_names))
+    number = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 10 else 0
+    if number < 1:
+        raise RequestError(f"top: got '{asked[: protocol.SHOWN]}', expected a whole number, at least 1")
+    return min(number, len(served.class_names))
 
-    async def submitted(images: Pixels) -> Scores:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(submit(images), loop))
 
-    return submitted
+def _works(model: Model) -> bool:
+    return model.batcher.counts.failed_in_a_row < MOST_FAILED
 
 
-async def _read_into(body: Body, request: web.Request) -> None:
-    """Receive the whole body in place; `request.read()` would copy it twice more."""
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.content.iter_any():
-                body.add(chunk)
-    except TimeoutError:
-        raise RequestError(
-            f"received only {body.received:,} of {len(body.bytes):,} bytes in {BODY_SECONDS:g} s"
-        ) from None
-    if body.received < len(body.bytes):
-        raise RequestError(f"the body ends after {body.received:,} of {len(body.bytes):,} bytes")
+def _readiness(ready: bool) -> web.Response:
+    return web.json_response({"ready": ready}, status=200 if ready else 503)
+
+
+def _counted(model: Model) -> dict[str, object]:
+    counts = model.batcher.counts
+    return {
+        "name": model.served.name,
+        "version": model.served.version,
+        "inference_count": counts.images,
+        "execution_count": counts.executions,
+        "falconet": asdict(counts),
+    }
 
 
 @web.middleware
@@ -199,14 +192,14 @@ async def _in_one_line(request: web.Request, handler: Handler) -> web.StreamResp
     """Answer errors as the protocol does: JSON with one line."""
     try:
         return await handler(request)
-    except RequestError as error:
-        return refusal(400, str(error))
-    except OverloadedError as error:
-        return refusal(503, str(error), {"Retry-After": "1"})
     except ComputingError as error:
         is_short = error.__cause__ is not None and memory_shortage(error.__cause__) is not None
         LOG.error("%s", error, exc_info=None if is_short else error)
-        return refusal(500, str(error))
+        return refusal(error.status, str(error))
+    except RefusedError as error:
+        return refusal(error.status, str(error), {"Retry-After": "1"} if isinstance(error, OverloadedError) else None)
+    except UserError as error:  # a model that cannot be loaded
+        return refusal(400, str(error))
 
 
 def _always(content: dict[str, object]) -> Handler:

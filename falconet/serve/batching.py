@@ -1,23 +1,18 @@
 """Dynamic batching: requests that arrive together are computed together, from a queue of limited length."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from falconet.infer.predictor import Pixels, Scores
 from falconet.report.console import are
+from falconet.serve.refusals import ComputingError, LateError, OverloadedError
 
 Execute = Callable[[Sequence[Pixels]], list[Scores]]  # returns the scores of each portion; blocks its thread
-
-
-class OverloadedError(Exception):
-    """The queue is full; the client should retry later."""
-
-
-class ComputingError(Exception):
-    """The model failed on a batch; after a device fault it fails on every other one too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +32,25 @@ class Counts:
     images: int = 0
     executions: int = 0
     refused: int = 0
-    dropped: int = 0  # abandoned by their client before they were answered
+    dropped: int = 0  # before they were answered: abandoned by their client, or late
+    late: int = 0  # not computed before their deadline
+    failed: int = 0  # requests of executions that failed
     failed_in_a_row: int = 0  # failed executions since the last success
+
+
+class Computed(NamedTuple):
+    """The scores of a request, and where its time went."""
+
+    scores: Scores
+    queued: float  # seconds until its batch was started
+    computed: float  # seconds that the batch took
 
 
 @dataclass(eq=False)
 class _Waiting:
     images: Pixels
     since: float  # time of the event loop
-    scores: "asyncio.Future[Scores]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    computed: "asyncio.Future[Computed]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Batcher:
@@ -53,17 +58,20 @@ class Batcher:
 
     def __init__(self, lanes: Sequence[Execute], policy: Policy) -> None:
         self.counts = Counts()
-        self._policy = policy
+        self.policy = policy
         self._idle = list(lanes)
         self._threads = ThreadPoolExecutor(len(lanes), thread_name_prefix="lane")
         self._queue: deque[_Waiting] = deque()
         self.waiting = 0  # images in the queue
         self._alarm: asyncio.TimerHandle | None = None
 
-    async def submit(self, images: Pixels) -> Scores:
-        """Compute the scores of 1 to `max_batch` images; raise OverloadedError at once if the queue is full."""
-        assert 0 < len(images) <= self._policy.max_batch
-        if self.waiting + len(images) > self._policy.max_queue:
+    async def submit(self, images: Pixels, *, deadline: float | None = None) -> Computed:
+        """Compute the scores of 1 to `max_batch` images; raise OverloadedError at once if the queue is full.
+
+        `deadline`: a time of the loop's clock, after which the request leaves the queue with LateError.
+        """
+        assert 0 < len(images) <= self.policy.max_batch
+        if self.waiting + len(images) > self.policy.max_queue:
             self.counts.refused += 1
             raise OverloadedError(f"{are(self.waiting, 'image')} waiting; try again later")
         waiting = _Waiting(images, asyncio.get_running_loop().time())
@@ -71,9 +79,14 @@ class Batcher:
         self.waiting += len(images)
         self._start_batches()
         try:
-            return await waiting.scores
+            async with asyncio.timeout_at(deadline):
+                return await waiting.computed
+        except TimeoutError:
+            self.counts.late += 1
+            waited = asyncio.get_running_loop().time() - waiting.since
+            raise LateError(f"not computed within {waited:.3g} s, the time that the request had") from None
         finally:
-            if waiting in self._queue:  # cancelled, because its client disconnected
+            if waiting in self._queue:  # late, or cancelled because its client disconnected
                 self._queue.remove(waiting)
                 self.waiting -= len(images)
                 self.counts.dropped += 1
@@ -88,8 +101,8 @@ class Batcher:
         """Start batches on idle lanes, or set an alarm for when the next one is due."""
         while self._idle and self._queue:
             batch = self._first_batch()
-            full = len(batch) < len(self._queue) or _size(batch) == self._policy.max_batch
-            due = batch[0].since + self._policy.max_delay
+            full = len(batch) < len(self._queue) or _size(batch) == self.policy.max_batch
+            due = batch[0].since + self.policy.max_delay
             if not full and asyncio.get_running_loop().time() < due:
                 self._wake_at(due)
                 return
@@ -104,7 +117,7 @@ class Batcher:
         size = 0
         for waiting in self._queue:
             size += len(waiting.images)
-            if size > self._policy.max_batch:
+            if size > self.policy.max_batch:
                 break
             batch.append(waiting)
         return batch
@@ -116,25 +129,34 @@ class Batcher:
 
     def _execute(self, lane: Execute, batch: list[_Waiting]) -> None:
         self.counts.executions += 1
-        portions = [waiting.images for waiting in batch]
-        running = asyncio.get_running_loop().run_in_executor(self._threads, lane, portions)
+        started = asyncio.get_running_loop().time()
+        running = asyncio.get_running_loop().run_in_executor(self._threads, _timed, lane, batch)
 
-        def answer(done: "asyncio.Future[list[Scores]]") -> None:
+        def answer(done: "asyncio.Future[tuple[list[Scores], float]]") -> None:
             self._idle.append(lane)
             error = done.exception()
             self.counts.failed_in_a_row = self.counts.failed_in_a_row + 1 if error else 0
             for number, waiting in enumerate(batch):
-                if waiting.scores.done():  # its client disconnected meanwhile
+                if waiting.computed.done():  # late, or its client disconnected meanwhile
                     self.counts.dropped += 1
                 elif error is not None:
-                    waiting.scores.set_exception(_failure(error))
+                    self.counts.failed += 1
+                    waiting.computed.set_exception(_failure(error))
                 else:
                     self.counts.requests += 1
                     self.counts.images += len(waiting.images)
-                    waiting.scores.set_result(done.result()[number])
+                    scores, seconds = done.result()
+                    waiting.computed.set_result(Computed(scores[number], started - waiting.since, seconds))
             self._start_batches()
 
         running.add_done_callback(answer)
+
+
+def _timed(lane: Execute, batch: Sequence[_Waiting]) -> tuple[list[Scores], float]:
+    """The scores of each request, and the seconds that they took."""
+    started = time.perf_counter()
+    scores = lane([waiting.images for waiting in batch])
+    return scores, time.perf_counter() - started
 
 
 def _failure(error: BaseException) -> ComputingError:

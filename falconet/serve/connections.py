@@ -3,14 +3,11 @@
 import asyncio
 import contextlib
 import errno
-import itertools
 import logging
 import signal
 import socket
 import struct
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -31,10 +28,6 @@ AT_ONCE = struct.pack("ii", True, 0)  # seconds to linger
 READ_AHEAD = 1 << 20  # bytes buffered per connection
 LONGEST = 200  # characters of an error
 LOG = logging.getLogger("falconet.serve")  # failures of the server; bad requests are answered, not logged
-Take = Callable[[socket.socket], None]  # a new connection
-Drain = Callable[
-    [float], Coroutine[None, None, int]
-]  # until a time of the loop's clock; returns the requests that were cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +168,7 @@ class Stopped(NamedTuple):
 
 
 async def serve(
-    fronts: Callable[[], Sequence[Answering]],
+    front: Answering,
     listening: socket.socket,
     *,
     drain_seconds: float,
@@ -197,44 +190,72 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # else `nohup`
             loop.add_signal_handler(number, stop, number)
-    async with answering(fronts(), listening, drain_seconds=drain_seconds) as cut:
+    async with answering(front, listening, drain_seconds=drain_seconds) as cut:
         started()  # not before a signal would be handled
         reason = await asked
     return Stopped(INTERRUPTED if reason == signal.SIGINT else DONE, sum(cut))
 
 
 @contextlib.asynccontextmanager
-async def answering(
-    fronts: Sequence[Answering], listening: socket.socket, *, drain_seconds: float
-) -> AsyncIterator[list[int]]:
-    """Inside the context, distribute connections over the front ends; on exit, finish requests in progress.
+async def answering(front: Answering, listening: socket.socket, *, drain_seconds: float) -> AsyncIterator[list[int]]:
+    """Inside the context, answer requests; on exit, finish those in progress.
 
-    The first front end runs in this thread, each of the others in its own thread and event loop: reading bodies can
-    limit a fast device, and half of that work is done in the kernel, without the GIL. The yielded list is empty until
-    the exit; then it has the number of cut requests of each front end.
+    The yielded list is empty until the exit; then it has the number of requests that were cut.
     """
     cut: list[int] = []
-    async with contextlib.AsyncExitStack() as stack:
-        lines = [await stack.enter_async_context(_running(fronts[0]))]
-        for front in fronts[1:]:
-            lines.append(await stack.enter_async_context(_running_in_thread(front)))
+    runner = web.AppRunner(front.application(), shutdown_timeout=0, handler_cancellation=True)  # of a lost client's
+    await runner.setup()
+    server = runner.server
+    assert server is not None
+    loop, connecting = asyncio.get_running_loop(), set[asyncio.Task[object]]()
+
+    def take(connection: socket.socket) -> None:
+        task = loop.create_task(loop.connect_accepted_socket(lambda: Connection(server, loop), connection))
+        connecting.add(task)
+        task.add_done_callback(connecting.discard)
+
+    def connections() -> list[Connection]:
+        return [one for one in server.connections if isinstance(one, Connection)]
+
+    try:
         try:
-            with _accepting(listening, [take for take, _ in lines]):
+            with _accepting(listening, take):
                 yield cut
         finally:
-            for front in fronts:
-                front.is_ready = False
-        until = asyncio.get_running_loop().time() + drain_seconds
-        cut += await asyncio.gather(*(drain(until) for _, drain in lines))
+            front.is_ready = False
+        cut.append(await _drained(connections, until=loop.time() + drain_seconds))
+    finally:
+        await asyncio.sleep(0)  # let the last connection start
+        if connecting:
+            await asyncio.wait(connecting)  # otherwise they would never be closed
+        for one in connections():
+            one.cut()
+        await runner.cleanup()
+        front.close()
+
+
+async def _drained(connections: Callable[[], list[Connection]], *, until: float) -> int:
+    """Let requests in progress finish until a time of the loop's clock; returns how many did not."""
+    for one in connections():
+        one.is_draining = True
+    for _ in range(LOOKS):
+        await asyncio.sleep(GLANCE_SECONDS)
+    while (left := connections()) and asyncio.get_running_loop().time() < until:
+        for one in left:
+            one.is_draining = True
+            if one.is_idle:
+                one.force_close()
+        await asyncio.sleep(GLANCE_SECONDS)
+    return sum(not one.is_idle for one in left)
 
 
 @contextlib.contextmanager
-def _accepting(listening: socket.socket, takers: Sequence[Take]) -> Iterator[None]:
-    """Inside the context, hand new connections to the takers in turn; at its end, refuse further ones.
+def _accepting(listening: socket.socket, take: Callable[[socket.socket], None]) -> Iterator[None]:
+    """Inside the context, take new connections; at its end, refuse further ones.
 
     The loop's `sock_accept` would not do: cancelled as a connection arrives, it loses it and prints a traceback.
     """
-    loop, turns = asyncio.get_running_loop(), itertools.cycle(takers)
+    loop = asyncio.get_running_loop()
     later: list[asyncio.TimerHandle] = []
 
     def accept() -> bool:
@@ -246,7 +267,7 @@ def _accepting(listening: socket.socket, takers: Sequence[Take]) -> Iterator[Non
             loop.remove_reader(listening)
             later[:] = [loop.call_later(RETRY_SECONDS, loop.add_reader, listening, accept)]
             return False
-        next(turns)(connection)
+        take(connection)
         return True
 
     listening.setblocking(False)
@@ -260,73 +281,3 @@ def _accepting(listening: socket.socket, takers: Sequence[Take]) -> Iterator[Non
         for handle in later:
             handle.cancel()
         listening.close()
-
-
-@contextlib.asynccontextmanager
-async def _running(front: Answering) -> AsyncIterator[tuple[Take, Drain]]:
-    """Serve a front end in the running loop; its connections may come from any thread."""
-    runner = web.AppRunner(front.application(), shutdown_timeout=0, handler_cancellation=True)  # of a lost client's
-    await runner.setup()
-    server = runner.server
-    assert server is not None
-    loop, connecting = asyncio.get_running_loop(), set[asyncio.Task[object]]()
-
-    def begin(connection: socket.socket) -> None:
-        task = loop.create_task(loop.connect_accepted_socket(lambda: Connection(server, loop), connection))
-        connecting.add(task)
-        task.add_done_callback(connecting.discard)
-
-    def take(connection: socket.socket) -> None:
-        loop.call_soon_threadsafe(begin, connection)
-
-    def connections() -> list[Connection]:
-        return [one for one in server.connections if isinstance(one, Connection)]
-
-    async def drain(until: float) -> int:
-        for one in connections():
-            one.is_draining = True
-        for _ in range(LOOKS):
-            await asyncio.sleep(GLANCE_SECONDS)
-        while (left := connections()) and loop.time() < until:
-            for one in left:
-                one.is_draining = True
-                if one.is_idle:
-                    one.force_close()
-            await asyncio.sleep(GLANCE_SECONDS)
-        return sum(not one.is_idle for one in left)
-
-    try:
-        yield take, drain
-    finally:
-        await asyncio.sleep(0)  # let the last connection start
-        if connecting:
-            await asyncio.wait(connecting)  # otherwise they would never be closed
-        for one in connections():
-            one.cut()
-        await runner.cleanup()
-        front.close()
-
-
-@contextlib.asynccontextmanager
-async def _running_in_thread(front: Answering) -> AsyncIterator[tuple[Take, Drain]]:
-    """Serve a front end in another thread."""
-    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, Take, Drain]] = Future()
-
-    async def work() -> None:
-        stop = asyncio.Event()
-        async with _running(front) as (take, drain):
-            started.set_result((asyncio.get_running_loop(), stop, take, drain))
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)  # a second Ctrl-C does not wait
-    thread.start()
-    loop, stop, take, drain = await asyncio.wrap_future(started)
-
-    async def drained(until: float) -> int:  # all loops have the same clock
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(drain(until), loop))
-
-    try:
-        yield take, drained
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        await asyncio.to_thread(thread.join)

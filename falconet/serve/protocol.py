@@ -12,8 +12,9 @@ from falconet.data.preprocessing import Preprocessing
 from falconet.infer.prediction import Activation
 from falconet.infer.predictor import Pixels, Scores
 from falconet.serve import json_body
+from falconet.serve.refusals import RequestError
 
-INPUT, OUTPUT, VERSION = "input_0", "output_0", "1"
+INPUT, OUTPUT = "input_0", "output_0"
 HEADER = "Inference-Header-Content-Length"  # bytes of JSON before the binary tensors
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "statistics")
 MOST_JSON = 4 << 20  # bytes of a request whose images are text
@@ -21,15 +22,12 @@ SHOWN = 40  # characters of a client's value in an error
 _DATATYPES = {"float16": "FP16", "float32": "FP32"}
 
 
-class RequestError(Exception):
-    """A malformed request, in one line; answered with status 400."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """What clients can learn about the model."""
 
     name: str
+    version: str = "1"  # a number: the epoch of a run's checkpoint
     preprocessing: Preprocessing
     class_names: tuple[str, ...]
     output: str  # numpy's name for the dtype of the scores
@@ -84,7 +82,7 @@ def read_request(body: memoryview, header: str | None, served: Served) -> Asked:
 def write_answer(scores: Scores, asked: Asked, served: Served) -> tuple[bytes, dict[str, str]]:
     """Encode an answer: its body and its headers."""
     output: dict[str, object] = {"name": OUTPUT, "datatype": _DATATYPES[served.output], "shape": list(scores.shape)}
-    content: dict[str, object] = {"model_name": served.name, "model_version": VERSION, "outputs": [output]}
+    content: dict[str, object] = {"model_name": served.name, "model_version": served.version, "outputs": [output]}
     if asked.id is not None:
         content = {"id": asked.id, **content}
     if not asked.binary:
@@ -113,7 +111,7 @@ def metadata(served: Served) -> dict[str, object]:
     shape = [-1, *served.image_shape]
     return {
         "name": served.name,
-        "versions": [VERSION],
+        "versions": [served.version],
         "platform": "falconet_pytorch",
         "inputs": [{"name": INPUT, "datatype": "UINT8", "shape": shape}],
         "outputs": [{"name": OUTPUT, "datatype": _DATATYPES[served.output], "shape": [-1, len(served.class_names)]}],

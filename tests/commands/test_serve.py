@@ -43,10 +43,11 @@ STOPS = [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)]
 def test_signal_stops_the_server_after_requests_in_progress(number, code):
     head, body = infer(np.zeros((1, 3, 8, 8), dtype=np.uint8))
     with served(f"{SMALL} --max-delay 400") as (process, port, lines):
-        assert lines[-1] == (
-            f"serving resnet8-cifar at http://127.0.0.1:{port}: input_0 uint8 [1 to 4, 3, 8, 8], 32.32 on cpu;"
-            " Ctrl-C stops\n"
-        )
+        url = f"http://127.0.0.1:{port}"
+        assert lines[-2:] == [
+            f"serving resnet8-cifar at {url}: 5 classes, 8 x 8 pixels, up to 4 at once, 32.32 on cpu\n",
+            f"drop photos on {url}, or: curl --data-binary @photo.jpg {url}/predict; Ctrl-C stops\n",
+        ]
         with connected(port) as whole, connected(port) as half, connected(port) as idle:
             whole.sendall(head + body)
             half.sendall(head + body[:50])
@@ -128,7 +129,7 @@ def test_checkpoint_supplies_classes_preprocessing_and_scores(falconet):
     assert falconet(f"train {TINY} --data digits --run-dir r").code == 0
     with served("--checkpoint-input-path r --port 0 --threads 1 --device cpu") as (_, port, lines):
         assert lines[0].startswith("loaded r/checkpoints/")
-        name = re.search(r"serving (\S+) at", lines[-1])[1]
+        name = re.search(r"^serving (\S+) at", lines[-2])[1]
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)) as connection:
             connection.request("GET", f"/v2/models/{name}")
             about = json.loads(connection.getresponse().read())
@@ -183,7 +184,7 @@ def test_mistakes_are_one_line(falconet):
         port = taken.getsockname()[1]
         mistakes = {
             f"--model resnet8-cifar --port {port}": f"cannot listen on '127.0.0.1': port {port} is in use",
-            "--port 0": "--checkpoint-input-path: required, or --model NAME to measure with random weights",
+            "--port 0": "expected a run, as in `falconet serve runs/my-run`, or --model NAME, or --repository DIR",
             "--port 0 --checkpoint-input-path none": "none: no such file or folder",
             "--port 0 --model resnet5": "--model: 'resnet5' is not a model; did you mean 'resnet50'?",
             "--port 70000 --model resnet50": "--port: got '70000', expected a whole number, from 0 to 65535, or auto",

@@ -18,15 +18,14 @@ from falconet.serve.protocol import HEADER, MOST_JSON
 from served import LIMIT, NAME, PATH, SIDE, Held, binary, pixels, running, small_classifier, until
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one front end", "two front ends"])
-def small(request):
-    with running(fronts=request.param) as found:
+@pytest.fixture(scope="module")
+def small():
+    with running() as found:
         yield found
 
 
-@pytest.mark.parametrize("fronts", [1, 3])
-def test_concurrent_requests_share_batches_and_get_their_own_scores(fronts):
-    with running(max_delay=2.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(8) as threads:
+def test_concurrent_requests_share_batches_and_get_their_own_scores():
+    with running(max_delay=2.0) as found, concurrent.futures.ThreadPoolExecutor(8) as threads:
         images = [pixels(1, seed=number) for number in range(64)]
         answers = list(threads.map(found.scores, images))
         (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
@@ -45,13 +44,12 @@ def test_json_and_binary_requests_get_the_same_answer(small):
     assert np.array_equal(data.reshape(2, -1), small.scores(images))
 
 
-@pytest.mark.parametrize("fronts", [1, 2])
-def test_a_stopped_server_leaves_no_parsing_thread(fronts):
+def test_a_stopped_server_leaves_no_parsing_thread():
     def parsing():
         return {thread for thread in threading.enumerate() if thread.name.startswith("json")}
 
     before = parsing()  # from the servers of other tests
-    with running(fronts=fronts) as found:
+    with running() as found:
         tensor = {"name": "input_0", "shape": [8, 3, SIDE, SIDE], "datatype": "UINT8"}
         tensor["data"] = pixels(8).ravel().tolist()
         body = json.dumps(
@@ -127,7 +125,7 @@ def test_a_corrupted_request_never_stops_the_server(small, cut, at, byte, header
     assert small.request(None, method="GET", path="/v2/health/live")[0] == 200
 
 
-def test_a_full_queue_is_answered_503_and_recovers():
+def test_a_full_queue_is_answered_429_and_recovers():
     held = Held()
     with running(held, max_queue=8, max_delay=0.0) as found, concurrent.futures.ThreadPoolExecutor(4) as threads:
         working = threads.submit(found.scores, pixels(8))
@@ -135,7 +133,7 @@ def test_a_full_queue_is_answered_503_and_recovers():
         waiting = threads.submit(found.scores, pixels(8))
         until(lambda: found.batcher.waiting == 8)
         status, headers, answer = found.request(*binary(pixels(1)))
-        assert (status, headers["Retry-After"]) == (503, "1")
+        assert (status, headers["Retry-After"]) == (429, "1")
         assert json.loads(answer) == {"error": "8 images are waiting; try again later"}
         held.go.set()
         assert working.result(LIMIT).shape == waiting.result(LIMIT).shape == (8, 5)
@@ -175,7 +173,7 @@ def test_incoming_bodies_stay_within_the_memory_limit():
     with running(memory=len(body) + 10) as found, socket.create_connection(("127.0.0.1", found.port)) as slow:
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{HEADER}: {headers[HEADER]}\r\n\r\n"
         slow.sendall(head.encode() + body[:10])
-        until(lambda: found.request(body, headers)[0] == 503)  # the server has seen the slow body
+        until(lambda: found.request(body, headers)[0] == 429)  # the server has seen the slow body
         assert "out of memory for request bodies" in json.loads(found.request(body, headers)[2])["error"]
         slow.sendall(body[10:])
         assert slow.recv(100).startswith(b"HTTP/1.1 200")
@@ -198,14 +196,13 @@ def test_a_body_over_the_memory_limit_is_refused_before_its_end():
         large.sendall(ANNOUNCED)
         with contextlib.suppress(OSError):  # it may be closed already
             large.sendall(b" " * (4 << 20))
-        assert large.recv(100).startswith(b"HTTP/1.1 503")
+        assert large.recv(100).startswith(b"HTTP/1.1 429")
         assert found.request(*binary(pixels(8)))[0] == 200
 
 
-@pytest.mark.parametrize("fronts", [1, 2])
-def test_a_client_that_disconnects_is_dropped_and_others_are_served(fronts):
+def test_a_client_that_disconnects_is_dropped_and_others_are_served():
     held = Held()
-    with running(held, max_delay=0.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(1) as threads:
+    with running(held, max_delay=0.0) as found, concurrent.futures.ThreadPoolExecutor(1) as threads:
         working = threads.submit(found.scores, pixels(8))
         assert held.begun.acquire(timeout=LIMIT)
         body, headers = binary(pixels(4))

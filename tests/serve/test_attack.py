@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from falconet.errors import printable
-from falconet.serve.protocol import HEADER, MOST_JSON, RequestError, read_request
+from falconet.serve.protocol import HEADER, MOST_JSON, read_request
+from falconet.serve.refusals import RequestError
 from served import LIMIT, PATH, SIDE, about, answers, binary, connected, infer, pixels, running, served
 
 SERVER = f"--model resnet8-cifar --image-size {SIDE} --classes 5 --port 0 --threads 1 --device cpu --max-batch 8"
@@ -145,7 +146,7 @@ def test_twenty_clients_with_hostile_json_neither_stall_the_server_nor_fill_its_
         f"liveness p50 {np.percentile(latencies, 50) * 1e3:.1f} ms, p99 {np.percentile(latencies, 99) * 1e3:.1f} ms,"
         f" max {max(latencies) * 1e3:.1f} ms; memory grew by {grown:.0f} MiB"
     )
-    assert set(statuses) <= {400, 503}
+    assert set(statuses) <= {400, 429}
     assert max(latencies) < 2.0
     assert grown < 400  # 20 bodies of 4 MiB in memory and on the way, and one that is read
 
@@ -252,10 +253,10 @@ def exchanged(port, fuzz):
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("front_ends", [1, 2])
-def test_damaged_requests_are_answered_in_json_and_harm_nothing(front_ends):
-    fuzz, seen = Fuzz(front_ends), {}
-    with served(f"{SERVER} --front-ends {front_ends} --max-delay 0") as (process, port, _):
+@pytest.mark.parametrize("seed", [1, 2])
+def test_damaged_requests_are_answered_in_json_and_harm_nothing(seed):
+    fuzz, seen = Fuzz(seed), {}
+    with served(f"{SERVER} --max-delay 0") as (process, port, _):
         for _ in range(200):
             exchanged(port, fuzz)
         before, deadline, rounds = memory(process, "VmRSS"), time.monotonic() + FUZZ_SECONDS / 2, 0

@@ -6,7 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from falconet.serve.batching import Batcher, OverloadedError, Policy
+from falconet.serve.batching import Batcher, Policy
+from falconet.serve.refusals import LateError, OverloadedError
 from served import pixels
 
 LIMIT = 100  # seconds
@@ -57,7 +58,7 @@ def test_simultaneous_requests_are_batched_and_get_their_own_answers():
 
     answers, counts = in_loop(scenario, [lane])
     for answer, each in zip(answers, images, strict=True):
-        assert np.array_equal(answer[:, 0], each.reshape(len(each), -1).sum(axis=1))
+        assert np.array_equal(answer.scores[:, 0], each.reshape(len(each), -1).sum(axis=1))
     assert (counts.requests, counts.images) == (20, sum(map(len, images)))
     assert counts.executions == len(lane.batches) < 20
     assert max(map(sum, lane.batches)) <= 8
@@ -177,4 +178,38 @@ def test_a_failed_batch_fails_its_requests_and_the_next_one_works():
         assert [str(error) for error in found] == ["the model failed: RuntimeError: out of memory"] * 2
         return await batcher.submit(pixels(1))
 
-    assert in_loop(scenario, [Broken()]).shape == (1, 1)
+    assert in_loop(scenario, [Broken()]).scores.shape == (1, 1)
+
+
+def test_a_request_that_is_late_leaves_the_queue_and_says_so():
+    lane = Lane(held=True)
+
+    async def scenario(batcher):
+        working = asyncio.create_task(batcher.submit(pixels(8)))
+        while not lane.batches:
+            await asyncio.sleep(0.001)
+        with pytest.raises(LateError, match=r"^not computed within .* s, the time that the request had$"):
+            await batcher.submit(pixels(4), deadline=asyncio.get_running_loop().time() + 0.05)
+        assert batcher.waiting == 0
+        lane.go.set()
+        await working
+        return batcher.counts
+
+    counts = in_loop(scenario, [lane])
+    assert (counts.requests, counts.late, counts.dropped, counts.refused) == (1, 1, 1, 0)
+    assert lane.batches == [[8]]
+
+
+def test_an_answer_says_how_long_it_waited_and_was_computed():
+    lane = Lane(held=True)
+
+    async def scenario(batcher):
+        first = asyncio.create_task(batcher.submit(pixels(8)))
+        second = asyncio.create_task(batcher.submit(pixels(8)))
+        await asyncio.sleep(0.05)
+        lane.go.set()
+        return await asyncio.gather(first, second)
+
+    first, second = in_loop(scenario, [lane])
+    assert first.computed >= 0.04
+    assert second.queued >= 0.04

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from falconet.errors import ConfigError, printable
-from falconet.serve import app, connections
-from falconet.serve.batching import Counts
+from falconet.serve import app, bodies, connections
+from falconet.serve.bodies import Memory
+from falconet.serve.repository import Repository
 from served import (
     LIMIT,
     PATH,
     Held,
-    about,
     answers,
     binary,
     connected,
@@ -142,7 +142,7 @@ def test_headers_a_byte_at_a_time_are_timed_out(monkeypatch):
 
 
 def test_a_body_a_byte_at_a_time_is_timed_out(monkeypatch):
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(bodies, "SECONDS", 0.3)
     with nothing_logged(), running() as found, connected(found.port) as slow:
         slow.sendall(POST + b"Connection: close\r\nContent-Length: 5000\r\n\r\n")
         ((status, _, content),) = answers(dribble(slow, b"x" * 5000))
@@ -190,10 +190,9 @@ def test_a_client_that_reads_its_answer_slowly_gets_all_of_it():
         assert answers(answer)[0][0] == 200
 
 
-@pytest.mark.parametrize("fronts", [1, 2])
-def test_a_request_half_sent_before_the_stop_is_answered(fronts):
+def test_a_request_half_sent_before_the_stop_is_answered():
     head, body = infer(pixels(8))
-    with nothing_logged(), running(fronts=fronts) as found, contextlib.ExitStack() as stack:
+    with nothing_logged(), running() as found, contextlib.ExitStack() as stack:
         halves = [stack.enter_context(connected(found.port)) for _ in range(6)]
         for half in halves:
             half.sendall(head + body[:100])
@@ -208,9 +207,8 @@ def test_a_request_half_sent_before_the_stop_is_answered(fronts):
     assert found.cut == 0
 
 
-@pytest.mark.parametrize("fronts", [1, 2])
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.02, 0.1])
-def test_a_stop_under_load_answers_every_request_that_it_has_read(fronts, delay):
+def test_a_stop_under_load_answers_every_request_that_it_has_read(delay):
     """Clients send one request after another; the last of each is answered in full or was not read at all."""
     head, body = infer(pixels(2))
 
@@ -237,7 +235,7 @@ def test_a_stop_under_load_answers_every_request_that_it_has_read(fronts, delay)
     with (
         nothing_logged(),
         concurrent.futures.ThreadPoolExecutor(8) as threads,
-        running(fronts=fronts, max_delay=0.0) as found,
+        running(max_delay=0.0) as found,
     ):
         clients = [threads.submit(ask_until_closed, found.port) for _ in range(8)]
         until(lambda: found.batcher.counts.requests >= 8)
@@ -267,10 +265,9 @@ def test_idle_connections_are_closed_by_the_stop_and_others_learn_that_it_is_not
         assert (first, second, content, headers["connection"]) == (200, 503, {"ready": False}, "close")
 
 
-@pytest.mark.parametrize("fronts", [1, 2])
-def test_requests_that_outlast_the_drain_are_cut_and_counted(fronts):
+def test_requests_that_outlast_the_drain_are_cut_and_counted():
     head, body = infer(pixels(8))
-    with nothing_logged(), running(fronts=fronts, drain_seconds=0.3) as found, contextlib.ExitStack() as stack:
+    with nothing_logged(), running(drain_seconds=0.3) as found, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connected(found.port)) for _ in range(3)]
         for one in slow:
             one.sendall(head + body[:100])
@@ -280,10 +277,9 @@ def test_requests_that_outlast_the_drain_are_cut_and_counted(fronts):
     assert found.cut == 3
 
 
-@pytest.mark.parametrize("fronts", [1, 2])
-def test_shutdown_finishes_requests_in_progress_and_accepts_no_more(fronts):
+def test_shutdown_finishes_requests_in_progress_and_accepts_no_more():
     held = Held()
-    with running(held, max_delay=0.0, fronts=fronts) as found, concurrent.futures.ThreadPoolExecutor(2) as threads:
+    with running(held, max_delay=0.0) as found, concurrent.futures.ThreadPoolExecutor(2) as threads:
         answers = [threads.submit(found.scores, pixels(8, seed=number)) for number in range(2)]
         assert held.begun.acquire(timeout=LIMIT)
         until(lambda: found.batcher.waiting == 8)
@@ -308,8 +304,9 @@ def test_a_connection_that_arrives_during_shutdown_is_closed_quietly(turns):
         asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["message"]))
         listening = connections.Address(host="127.0.0.1", port=0).open()
         address = listening.getsockname()
-        front = app.FrontEnd(about(), pytest.fail, counts=Counts(), memory=app.Memory(1), max_delay=0.0)
-        async with connections.answering([front], listening, drain_seconds=LIMIT):
+        repository = Repository(sources=dict, policy=pytest.fail)
+        front = app.FrontEnd(repository, memory=Memory(1), most_body=1, seconds=LIMIT)
+        async with connections.answering(front, listening, drain_seconds=LIMIT):
             await let_go(10)  # until the server waits for connections
             connection = socket.create_connection(address, timeout=LIMIT)
             await let_go(turns)

@@ -13,12 +13,12 @@ from falconet.serve.json_body import MOST_REST
 from falconet.serve.protocol import (
     HEADER,
     Asked,
-    RequestError,
     configuration,
     metadata,
     read_request,
     write_answer,
 )
+from falconet.serve.refusals import RequestError
 from served import CLASSES, SIDE, about, binary, pixels
 
 SERVED = about(max_batch=4)

@@ -1,0 +1,99 @@
+"""Photos of a request: decoded in threads, computed with those of other requests, and answered by class names."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from falconet.data.image_files import UnreadableImageError
+from falconet.infer.prediction import predicted
+from falconet.infer.predictor import Pixels
+from falconet.serve.batching import Computed
+from falconet.serve.refusals import RequestError
+from falconet.serve.repository import Model
+from falconet.serve.uploads import Upload
+
+NOT_FINITE = "the model's scores for it are not finite"
+
+
+class Read(NamedTuple):
+    """A photo of a request as the model takes it."""
+
+    pixels: Pixels | None  # S x S x 3
+    problem: str  # why it could not be read
+
+
+async def classify(
+    model: Model, photos: Sequence[Upload], *, top: int, deadline: float | None, threads: Executor
+) -> dict[str, Any]:
+    """The answer to a request as JSON has it; RequestError if none of its photos can be read."""
+    begun = time.perf_counter()
+    read = await _read(model, photos, threads)
+    decoded = time.perf_counter()
+    images = [each.pixels for each in read if each.pixels is not None]
+    if not images:
+        raise RequestError("; ".join(_named(photo, each.problem) for photo, each in zip(photos, read, strict=True)))
+    most = model.served.max_batch
+    batches = [np.stack(images[first : first + most]) for first in range(0, len(images), most)]
+    parts = [asyncio.ensure_future(model.computed(batch.transpose(0, 3, 1, 2), deadline=deadline)) for batch in batches]
+    try:
+        computed = await asyncio.gather(*parts)
+    finally:
+        for part in parts:  # if one was refused, the others leave the queue
+            part.cancel()
+    return {
+        "model": model.served.name,
+        "version": model.served.version,
+        "predictions": _predictions(model, photos, read, computed, top=top),
+        "milliseconds": {
+            "decode": _milliseconds(decoded - begun),
+            "queue": _milliseconds(max(each.queued for each in computed)),
+            "compute": _milliseconds(max(each.computed for each in computed)),
+            "total": _milliseconds(time.perf_counter() - begun),
+        },
+    }
+
+
+async def _read(model: Model, photos: Sequence[Upload], threads: Executor) -> list[Read]:
+    loop = asyncio.get_running_loop()
+
+    def read(photo: Upload) -> Read:
+        try:
+            return Read(model.decode(photo.encoded), "")
+        except UnreadableImageError as error:
+            return Read(None, str(error))
+
+    return await asyncio.gather(*(loop.run_in_executor(threads, read, photo) for photo in photos))
+
+
+def _predictions(
+    model: Model, photos: Sequence[Upload], read: Sequence[Read], computed: Sequence[Computed], *, top: int
+) -> list[dict[str, Any]]:
+    """One object for each photo, in their order."""
+    about = model.served
+    several = about.activation == "sigmoid"
+    rows = iter(row for part in computed for row in part.scores)
+    found = []
+    for photo, each in zip(photos, read, strict=True):
+        if each.pixels is None:
+            found.append({"name": photo.name, "error": each.problem})
+            continue
+        scores = next(rows)
+        if not np.isfinite(scores).all():
+            found.append({"name": photo.name, "error": NOT_FINITE})
+            continue
+        named = predicted(torch.from_numpy(scores), about.class_names, top=top, several=several)
+        found.append({"name": photo.name, **named.to_json(several=several)})
+    return found
+
+
+def _named(photo: Upload, problem: str) -> str:
+    return f"{photo.name}: {problem}" if photo.name else problem
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 2)

@@ -1,0 +1,55 @@
+"""Why a request is not answered: one line, with the status that HTTP has for it."""
+
+
+class RefusedError(Exception):
+    """A request that is not answered; the text is one line for its client."""
+
+    status = 500
+
+
+class RequestError(RefusedError):
+    """The request is malformed."""
+
+    status = 400
+
+
+class ForbiddenError(RefusedError):
+    """The server was not started to do this."""
+
+    status = 403
+
+
+class UnknownModelError(RefusedError):
+    """There is no such model, or no such version of it."""
+
+    status = 404
+
+
+class TooLargeError(RefusedError):
+    """The request has more bytes than are read."""
+
+    status = 413
+
+
+class OverloadedError(RefusedError):
+    """Too much waits already; the client should try again later."""
+
+    status = 429
+
+
+class ComputingError(RefusedError):
+    """The model failed on a batch; after a fault of the device it fails on every other one too."""
+
+    status = 500
+
+
+class UnavailableError(RefusedError):
+    """The model cannot be used now."""
+
+    status = 503
+
+
+class LateError(RefusedError):
+    """The answer was not there in time."""
+
+    status = 504

@@ -1,0 +1,212 @@
+"""The models of a server: opened by name, swapped for newer checkpoints, and closed after their last request."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from falconet.errors import UserError, did_you_mean
+from falconet.infer.predictor import Pixels
+from falconet.report.console import Say
+from falconet.serve.batching import Batcher, Computed, Counts, Execute, Policy
+from falconet.serve.protocol import Served
+from falconet.serve.refusals import RequestError, UnavailableError, UnknownModelError
+
+Decode = Callable[[memoryview], npt.NDArray[np.uint8]]  # an encoded photo -> S x S x 3; UnreadableImageError
+State = Literal["READY", "UNAVAILABLE"]
+
+
+class Opened(NamedTuple):
+    """One version of a model, ready to compute."""
+
+    served: Served
+    lanes: list[Execute]
+    decode: Decode
+    stamp: object  # of the weights; others are newer
+    about: str  # what it takes and computes with, in words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a name stands for."""
+
+    open: Callable[[], Opened]  # takes seconds; raises UserError
+    stamp: Callable[[], object]  # of the weights that `open` would take now; raises UserError
+
+
+class Listed(NamedTuple):
+    """A model as the protocol's index shows it."""
+
+    name: str
+    version: str
+    state: State
+    reason: str  # why it is not ready, or why a newer checkpoint was not taken
+
+
+class Model:
+    """A version of a model that answers requests until it is retired."""
+
+    def __init__(self, opened: Opened, policy: Policy) -> None:
+        self.served, self.decode = opened.served, opened.decode
+        self.stamp, self.about = opened.stamp, opened.about
+        self.batcher = Batcher(opened.lanes, policy)
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator["Model"]:
+        """Inside the context, the model stays, even if a newer version takes its name."""
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield self
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    async def computed(self, images: Pixels, *, deadline: float | None = None) -> Computed:
+        """The scores of 1 to `max_batch` images."""
+        return await self.batcher.submit(images, deadline=deadline)
+
+    async def retire(self) -> None:
+        """Wait for the requests that use it, then let its threads and its memory go."""
+        await self._unused.wait()
+        self.batcher.close(wait=False)
+
+
+@dataclass(kw_only=True)
+class Repository:
+    """Models by name; belongs to one event loop. `sources` may know names that are not loaded."""
+
+    sources: Callable[[], Mapping[str, Source]]
+    policy: Callable[[Served], Policy]
+    preferred: str | None = None  # the model of requests that name none
+    _models: dict[str, Model] = field(default_factory=dict)
+    _reasons: dict[str, str] = field(default_factory=dict)  # by name: why it could not be loaded, or swapped
+    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: each takes memory and all cores
+    _retiring: set[asyncio.Task[None]] = field(default_factory=set)
+    _past: Counts = field(default_factory=Counts)  # of models that are retired
+
+    @property
+    def models(self) -> list[Model]:
+        """All that are loaded."""
+        return list(self._models.values())
+
+    @property
+    def counts(self) -> Counts:
+        """What all models that were ever loaded have done."""
+        everything = [self._past, *(model.batcher.counts for model in self._models.values())]
+        return Counts(**{name: sum(getattr(each, name) for each in everything) for name in vars(self._past)})
+
+    def find(self, name: str = "", version: str = "") -> Model:
+        """The model of this name; without a name, the preferred one, or the only one."""
+        found = self._models.get(name) if name else self._unnamed()
+        if found is None:
+            if name in self.sources():
+                raise UnavailableError(f"{name} is not loaded{self._because(name)}")
+            known = (
+                f"; this server has {', '.join(map(repr, self._models)) or 'none'}{did_you_mean(name, self._models)}"
+            )
+            raise UnknownModelError(f"there is no model '{name[:80]}'{known}")
+        if version not in ("", found.served.version):
+            raise UnknownModelError(
+                f"{found.served.name} has no version '{version[:80]}'; its version is {found.served.version}"
+            )
+        return found
+
+    def _unnamed(self) -> Model:
+        if self.preferred in self._models:
+            return self._models[self.preferred]
+        if len(self._models) == 1:
+            (only,) = self._models.values()
+            return only
+        if not self._models:
+            raise UnavailableError("no model is loaded")
+        raise RequestError(f"expected the name of a model, ?model=NAME, one of {', '.join(sorted(self._models))}")
+
+    def _because(self, name: str) -> str:
+        return f": {self._reasons[name]}" if name in self._reasons else ""
+
+    def index(self) -> list[Listed]:
+        """All models that the server knows, loaded or not."""
+        rows = [
+            Listed(name, model.served.version, "READY", self._reasons.get(name, ""))
+            for name, model in self._models.items()
+        ]
+        others = sorted(self.sources().keys() - self._models.keys())
+        return [*rows, *(Listed(name, "", "UNAVAILABLE", self._reasons.get(name, "unloaded")) for name in others)]
+
+    async def load(self, name: str) -> Model:
+        """Open what the name stands for now, and let it take the place of an older version.
+
+        Requests in progress end with the version that they began with. If it cannot be opened, the older one stays.
+        """
+        async with self._opening:
+            source = self.sources().get(name)
+            if source is None:
+                raise UnknownModelError(f"there is no model '{name[:80]}'{did_you_mean(name, self.sources())}")
+            try:
+                opened = await asyncio.to_thread(source.open)
+            except UserError as error:
+                self._reasons[name] = str(error)
+                raise
+            self._reasons.pop(name, None)
+            older = self._models.get(name)
+            self.adopt(name, opened)
+            if older is not None:
+                self._retire(older)
+            return self._models[name]
+
+    def adopt(self, name: str, opened: Opened) -> None:
+        """Answer requests for this name with what was opened from now on."""
+        self._models[name] = Model(opened, self.policy(opened.served))
+
+    async def unload(self, name: str) -> None:
+        """Take no further requests for a model, and close it after those in progress."""
+        async with self._opening:
+            model = self._models.pop(name, None)
+            if model is None:
+                raise UnknownModelError(f"'{name[:80]}' is not loaded{did_you_mean(name, self._models)}")
+            self._reasons.pop(name, None)
+            self._retire(model)
+
+    def _retire(self, model: Model) -> None:
+        async def retired() -> None:
+            await model.retire()
+            for name, value in vars(model.batcher.counts).items():
+                setattr(self._past, name, getattr(self._past, name) + value)
+
+        task = asyncio.get_running_loop().create_task(retired())
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def watch(self, *, seconds: float, say: Say) -> None:
+        """Swap in newer weights as they appear, until cancelled; `say` gets a line for each, or why not."""
+        tried: dict[str, object] = {}  # by name: the last stamp whose weights were opened, or could not be
+        told: dict[str, str] = {}  # by name: the last reason
+        while True:
+            await asyncio.sleep(seconds)
+            for name, model in list(self._models.items()):
+                try:
+                    stamp = await asyncio.to_thread(self.sources()[name].stamp)
+                    if stamp in (model.stamp, tried.get(name)):
+                        continue
+                    tried[name] = stamp
+                    newer = await self.load(name)
+                    say(f"{name}: version {newer.served.version} takes the place of {model.served.version}")
+                except (UserError, KeyError) as error:
+                    reason = str(error) if isinstance(error, UserError) else "is gone"
+                    if told.get(name) != reason:
+                        say(f"{name}: stays at version {model.served.version}: {reason}")
+                    told[name] = reason
+
+    def close(self) -> None:
+        """Let all threads end, after the batches that they compute."""
+        for model in self._models.values():
+            model.batcher.close(wait=False)
