@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: install train check fast test tests test-slow lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
+.PHONY: install train check fast test tests chromium test-slow lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
 
 install: .venv/installed
 
@@ -30,8 +30,16 @@ fast: .venv/installed-for-tests
 test: .venv/installed-for-tests
 	@$(MAKE) --no-print-directory -j2 lint tests
 
-tests: .venv/installed-for-tests
+tests: .venv/installed-for-tests chromium
 	$(PYTEST) $(ARGS)
+
+# The browser for the tests of the server's page; without it they are skipped, or fail if CI is set.
+CHROMIUM := apt-get install -y --no-install-recommends chromium
+chromium:
+	@if { command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && [ -e /etc/debian_version ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(CHROMIUM) > /dev/null || echo "could not install Chromium"; \
+	else echo "no Chromium for the tests of the server's page; on Debian: sudo $(CHROMIUM)"; fi
 
 # The minutes: fuzzing, ssh, several hosts, kills, training to an accuracy.
 test-slow: .venv/installed-for-tests

@@ -13,7 +13,7 @@ from aiohttp import web
 import falconet
 from falconet.errors import UserError, memory_shortage
 from falconet.infer.predictor import Scores
-from falconet.serve import bodies, protocol, uploads
+from falconet.serve import bodies, protocol, site, uploads
 from falconet.serve.bodies import Bytes, Memory
 from falconet.serve.classification import classify
 from falconet.serve.connections import LOG, refusal
@@ -64,6 +64,7 @@ class FrontEnd:
         app.router.add_post("/v2/repository/index", self._index)
         app.router.add_post("/v2/repository/models/{model}/load", self._load)
         app.router.add_post("/v2/repository/models/{model}/unload", self._unload)
+        site.add_routes(app)
         return app
 
     # Photos.

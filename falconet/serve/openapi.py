@@ -106,6 +106,7 @@ def _paths() -> Json:
         "/v2/repository/models/{model}/load": {"post": _changes("Load a model, or its newest version", "load")},
         "/v2/repository/models/{model}/unload": {"post": _changes("Unload a model, after its requests", "unload")},
     }
+    paths["/v2/models/stats"] = {"get": _statistics("every model")}
     for base, names in (
         ("/v2/models/{model}", ["Model"]),
         ("/v2/models/{model}/versions/{version}", ["Model", "Version"]),
@@ -162,8 +163,8 @@ def _predict() -> Json:
         "tags": ["Photos"],
         "operationId": "predict",
         "summary": "Classify photos",
-        "description": "One photo as it is, or one or many as files of a form, or as base64 in JSON. Photos are prepared"
-        " exactly as in the model's validation. A photo that cannot be read does not fail the others.",
+        "description": "One photo as it is, or one or many as files of a form, or as base64 in JSON. Photos are"
+        " prepared exactly as in the model's validation. A photo that cannot be read does not fail the others.",
         "parameters": [{"$ref": f"#/components/parameters/{name}"} for name in ("Top", "ModelName", "VersionOfModel")],
         "requestBody": {
             "required": True,
@@ -230,7 +231,9 @@ def _metadata(which: str) -> Json:
             "preprocessing": {"image_size": 224, "resize": 256},
         },
     }
-    return _reads("Models", f"The tensors, classes and preprocessing of {which}", _json("ModelMetadata", example), "404")
+    return _reads(
+        "Models", f"The tensors, classes and preprocessing of {which}", _json("ModelMetadata", example), "404"
+    )
 
 
 def _readiness(which: str) -> Json:

@@ -36,15 +36,13 @@ class Fixed:
         if any(known.value in (self._tag, "*") for known in request.if_none_match or ()):
             response = web.Response(status=304, headers=self._headers)
         else:
-            response = web.Response(
-                body=self._content, content_type=self._kind, charset="utf-8", headers=self._headers
-            )
+            response = web.Response(body=self._content, content_type=self._kind, charset="utf-8", headers=self._headers)
         response.etag = self._tag
         return response
 
 
 def add_routes(app: web.Application) -> None:
-    """Add the page, the description and Swagger UI to an application."""
+    """Add the page, the description and Swagger UI. They say nothing about the models, so they need no API key."""
     pages = {file.name: file for file in (resources.files("falconet.serve") / "page").iterdir()}
     app.router.add_get("/", _fixed(pages.pop("index.html")).answer)
     description = Fixed(json.dumps(openapi.document()).encode(), "application/json")
@@ -55,11 +53,6 @@ def add_routes(app: web.Application) -> None:
         app.router.add_get(f"/page/{name}", _fixed(file).answer)
     for file in swagger:
         app.router.add_get(f"/docs/{file.name}", _fixed(file, DOCS_POLICY).answer)
-
-
-def is_open(path: str) -> bool:
-    """Whether a path is one of these files. They say nothing about the models, so they need no API key."""
-    return path in ("/", "/docs", "/openapi.json") or path.startswith(("/page/", "/docs/"))
 
 
 def _fixed(file: Traversable, policy: str = PAGE_POLICY) -> Fixed:

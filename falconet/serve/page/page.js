@@ -19,6 +19,7 @@ const served = { list: [], chosen: undefined, classes: SHOWN };
 let batch = { size: 0, done: 0 }; // since nothing was left to send
 let pausedUntil = 0; // a time at which an overloaded server expects the next photo
 let state = "unknown"; // of the server
+let isLocked = false; // until a key is given
 
 /* Photos: in, sent, answered. */
 
@@ -185,7 +186,7 @@ async function look({ asking = false } = {}) {
   const before = state;
   state = await health();
   if (state === "unreachable") notice("The server does not answer. It may have been stopped; this page keeps trying.");
-  else if (before !== state) await list({ asking });
+  else if (before !== state || (!served.chosen && !isLocked)) await list({ asking });
   return state;
 }
 
@@ -193,10 +194,12 @@ async function look({ asking = false } = {}) {
 async function list({ asking = false } = {}) {
   try {
     served.list = await models();
+    isLocked = false;
     at("forget").hidden = !key.get();
   } catch (error) {
-    if (error.status === 401 && asking && (await askForKey(error))) return list({ asking });
-    notice(error.status === 401 ? "This server answers only with its API key." : sentence(error.message), error.status === 401);
+    isLocked = error.status === 401;
+    if (isLocked && asking && (await askForKey(error))) return list({ asking });
+    notice(isLocked ? "This server answers only with its API key." : sentence(error.message));
     return undefined;
   }
   const ready = served.list.filter((one) => one.state === "READY");
@@ -226,8 +229,10 @@ function offer(ready, chosen) {
 async function choose(model) {
   served.chosen = model;
   showCommand();
-  at("about").textContent = "";
-  if (!model) return;
+  if (!model) {
+    at("about").textContent = "";
+    return;
+  }
   try {
     const { parameters } = await metadata({ name: model.name, version: model.pinned && model.version });
     if (model !== served.chosen) return; // another was chosen in the meantime
@@ -238,14 +243,15 @@ async function choose(model) {
     at("about").textContent = [name, model.version && `version ${model.version}`, ...facts].filter(Boolean).join(" \u00b7 ");
   } catch (error) {
     if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+    at("about").textContent = "";
     served.classes = SHOWN; // what the server gives when it is not told
   }
 }
 
 function showCommand() {
   const address = new URL(predictAddress(served.list.length > 1 && served.chosen, SHOWN), location.href).href;
-  const header = key.get() ? '-H "Authorization: Bearer $KEY" ' : "";
-  at("curl").textContent = `curl ${header}-F photo=@photo.jpg '${address.replaceAll("'", "%27")}'`;
+  const header = key.get() ? '-H "X-API-Key: $KEY" ' : "";
+  at("curl").textContent = `curl ${header}--data-binary @photo.jpg '${address.replaceAll("'", "%27")}'`;
 }
 
 let asked; // the answer to the dialog that is open
@@ -272,15 +278,15 @@ function askForKey({ used }) {
 }
 
 /** Say what is wrong with the server, or, with an empty text, that nothing is. */
-function notice(text, needsKey = false) {
+function notice(text) {
   if (at("notice-text").textContent !== text) at("notice-text").textContent = text;
-  at("enter-key").hidden = !needsKey;
+  at("enter-key").hidden = !isLocked;
   at("notice").hidden = !text;
 }
 
 async function watch() {
   if (!document.hidden) await look();
-  setTimeout(watch, state === "ready" ? LOOK.well : LOOK.unwell);
+  setTimeout(watch, state === "ready" && served.chosen ? LOOK.well : LOOK.unwell);
 }
 
 /* Small things. */
