@@ -1,6 +1,6 @@
 /* The card of a photo: its picture, its classes as bars, the time taken, or what went wrong. */
 
-import { milliseconds, percent, sentence } from "./words.js";
+import { milliseconds, percent, rounded, sentence } from "./words.js";
 
 export const SHOWN = 5; // classes, until more are asked for
 
@@ -52,7 +52,7 @@ export class Card {
     const parts = ["decode", "queue", "compute"].filter((part) => part in server);
     this.find(".server").textContent = milliseconds(server.total);
     this.find(".round-trip").textContent = milliseconds(roundTrip);
-    this.find(".parts").textContent = parts.map((part) => `${part} ${server[part].toFixed(1)}`).join(", ");
+    this.find(".parts").textContent = parts.map((part) => `${part} ${rounded(server[part])}`).join(", ");
     this.find(".by").textContent = version ? `${model}, version ${version}` : model;
   }
 

@@ -36,8 +36,6 @@ function add(files) {
   if (!added.length) return;
   photos.unshift(...added); // the newest are on top, and each group keeps its order
   at("cards").prepend(...added.map(({ card }) => card.element));
-  at("results").hidden = false;
-  document.body.classList.add("has-results");
   send(added);
 }
 
@@ -166,15 +164,15 @@ const spoken = ({ file, answer, error }) =>
 
 /** Bring what depends on all photos up to date. */
 function refresh() {
-  const isBusy = sending.size + waiting.length > 0;
+  const isSending = sending.size + waiting.length > 0;
   const repeatable = photos.filter(({ card }) => !card.find(".again").hidden);
   at("results").hidden = !photos.length;
   document.body.classList.toggle("has-results", photos.length > 0);
-  if (!isBusy && document.activeElement === at("cancel")) at("copy-all").focus();
-  at("sending").hidden = !isBusy;
+  if (!isSending && document.activeElement === at("cancel")) at("copy-all").focus();
+  at("sending").hidden = !isSending;
   at("progress").max = batch.size || 1;
   at("progress").value = batch.done;
-  at("count").textContent = isBusy ? `${batch.done} of ${batch.size}` : counted(photos.length, "photo");
+  at("count").textContent = isSending ? `${batch.done} of ${batch.size}` : counted(photos.length, "photo");
   at("retry").hidden = repeatable.length < 2;
   at("retry").textContent = `Try ${repeatable.length} again`;
 }

@@ -10,7 +10,9 @@ export function percent(probability) {
   return `${value.toFixed(1)}${THIN}%`;
 }
 
-export const milliseconds = (value) => `${value < 100 ? value.toFixed(1) : Math.round(value)}${THIN}ms`;
+export const rounded = (value) => (value < 100 ? value.toFixed(1) : value.toFixed(0));
+
+export const milliseconds = (value) => `${rounded(value)}${THIN}ms`;
 
 export const counted = (count, noun, nouns = `${noun}s`) => `${count.toLocaleString("en")} ${count === 1 ? noun : nouns}`;
 
