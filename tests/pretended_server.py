@@ -56,6 +56,10 @@ class Pretended:
         found = self.answer(request)
         return await found if asyncio.iscoroutine(found) else found
 
+    def has_photo(self, request):
+        """Whether the file that was sent claims to be a photo."""
+        return any(b"\r\nContent-Type: image/" in body for asked, body in self.asked if asked is request)
+
     async def _index(self, _):
         return web.json_response(self.index)
 

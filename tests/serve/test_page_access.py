@@ -51,7 +51,7 @@ def test_markup_in_names_labels_and_errors_is_text(visit, pretended):
     expect(page.get_by_role("status")).to_have_text(f"{MARKUP}.png: {MARKUP}, 87.3\u202f%.")
     send(page, photo("b.png"))
     expect(card(page, "b.png").locator(".state")).to_have_text(f"{MARKUP}.")
-    assert MARKUP in page.get_by_label("Model").locator("option").first.inner_text()
+    expect(page.get_by_label("Model").locator("option").first).to_have_text(MARKUP)
     assert page.evaluate("window.broken") is None
     assert page.locator("img[src=x], body script").count() == 0
 
@@ -163,7 +163,7 @@ def contrast(one, other):
 def test_everything_is_readable_in_light_and_dark_and_at_every_width(visit, pretended, scheme, width):
     pretended.answer = lambda request: (
         web.json_response(predicted())
-        if request.headers["Content-Type"].startswith("image/")
+        if pretended.has_photo(request)
         else web.json_response({"error": "not an image"}, status=400)
     )
     pretended.index = [*INDEX, SCENES]

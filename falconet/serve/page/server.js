@@ -73,8 +73,14 @@ export function predictAddress(model, top) {
   return `predict?${query}`;
 }
 
-/** Classify one photo; its bytes are sent as they are. */
-export function predict(file, { model, top, signal }) {
-  const type = file.type.startsWith("image/") ? file.type : "application/octet-stream"; // else JSON would be read as JSON
-  return ask(predictAddress(model, top), { method: "POST", body: file, headers: { "Content-Type": type }, signal });
+/** Classify one photo, in a form: a body that is no photo might be read as something else. Its name stays here. */
+export async function predict(file, { model, top, signal }) {
+  const body = new FormData();
+  body.append("photo", file, "photo");
+  try {
+    return await ask(predictAddress(model, top), { method: "POST", body, signal });
+  } catch (error) {
+    if (error instanceof Refused) error.message = error.message.replace(/^photo: /, ""); // the card has a name
+    throw error;
+  }
 }
