@@ -49,6 +49,7 @@ def visiting(browser):
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: message.type == "error" and wrong.append(message.text))
         page.on("request", lambda request: hosts.add(re.match(r"blob:|\w+://[^/]+", request.url)[0]))
+        page.on("filechooser", lambda _: None)  # a key that is pressed later would overtake this wish
         page.goto(server.address + path)
         return page
 
