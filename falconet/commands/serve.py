@@ -2,20 +2,23 @@
 
 import asyncio
 import gc
+import logging
 
 from falconet import exits
 from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
+from falconet.data.encoded import PhotoDecoder
 from falconet.exits import INTERRUPTED
 from falconet.report.console import Screen, counted
-from falconet.serve import connections, served_runs  # need aiohttp, which the command line has checked
+from falconet.serve import connections  # needs aiohttp, which the command line has checked
 from falconet.serve.app import FrontEnd
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
 from falconet.serve.connections import Stopped
 from falconet.serve.protocol import Served
 from falconet.serve.repository import Repository
+from falconet.serve.served_runs import ServedRuns
 
 PORT = 8000
 WAITING_BATCHES = 16  # full batches that may wait
@@ -24,10 +27,11 @@ WATCH_SECONDS = 2.0  # between two looks for newer checkpoints
 
 
 def run(loaded: Loaded[ServeOptions]) -> int:
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it would log what is wrong with a client's photo
     screen, serving = Screen(), loaded.options.serving
     address = connections.Address(host=serving.host, port=value_or(serving.port, PORT))
     with address.open() as listening:  # first, because a mistake here is found at once
-        first, known = served_runs.sources(loaded, screen.line)
+        runs = ServedRuns(loaded, PhotoDecoder(most_bytes=serving.max_body << 20), screen.line)
 
         def policy(served: Served) -> Policy:
             most = value_or(serving.max_queue, WAITING_BATCHES * served.max_batch)
@@ -39,8 +43,8 @@ def run(loaded: Loaded[ServeOptions]) -> int:
             )
 
         memory = Memory(max(MEMORY, 4 * (serving.max_body << 20)))
-        repository = Repository(sources=known, policy=policy, preferred=next(iter(first), None))
-        for name, source in first.items():
+        repository = Repository(sources=runs.known, policy=policy, preferred=next(iter(runs.first), None))
+        for name, source in runs.first.items():
             repository.adopt(name, source.open())
         front = FrontEnd(
             repository,

@@ -23,7 +23,6 @@ from falconet.serve.repository import Model, Repository
 
 AT_ONCE = 4 << 10  # bytes of JSON, or scores to write as JSON, that do not need another thread
 MOST_FAILED = 3  # failed batches in a row after which the server is not ready: a broken device fails on all
-MOST_PHOTOS = 256  # in one request
 TOP = 5  # classes of a photo, unless the request says how many
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -80,8 +79,6 @@ class FrontEnd:
                 sent = await loop.run_in_executor(
                     self._decoding, uploads.read, incoming.bytes.data, request.headers.get("Content-Type", "")
                 )
-                if len(sent.photos) > MOST_PHOTOS:
-                    raise RequestError(f"got {len(sent.photos):,} photos, expected at most {MOST_PHOTOS} in a request")
                 top = _top(request.query.get("top", sent.fields.get("top")), model.served)
                 answer = await classify(model, sent.photos, top=top, deadline=deadline, threads=self._decoding)
         return web.json_response(answer)
