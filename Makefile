@@ -15,7 +15,7 @@ TRITON := .venv-triton/installed
 endif
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: install triton train check fast test tests test-slow lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
+.PHONY: install triton chromium train check fast test tests test-slow lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
 
 install: .venv/installed
 
@@ -37,8 +37,16 @@ fast: .venv/installed-for-tests
 test: .venv/installed-for-tests $(TRITON)
 	@$(MAKE) --no-print-directory -j2 lint tests
 
-tests: .venv/installed-for-tests $(TRITON)
+tests: .venv/installed-for-tests $(TRITON) chromium
 	$(PYTEST) $(ARGS)
+
+# The browser for the tests of the server's page; without it they are skipped, or fail if CI is set.
+CHROMIUM := apt-get install -y --no-install-recommends chromium
+chromium:
+	@if { command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && [ -e /etc/debian_version ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(CHROMIUM) > /dev/null || echo "could not install Chromium"; \
+	else echo "no Chromium for the tests of the server's page; on Debian: sudo $(CHROMIUM)"; fi
 
 # The minutes: fuzzing, ssh, several hosts, kills, training to an accuracy.
 test-slow: .venv/installed-for-tests $(TRITON)
