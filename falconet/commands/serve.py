@@ -6,6 +6,8 @@ import gc
 import importlib.util
 import logging
 import socket
+import threading
+import time
 
 from falconet import exits
 from falconet.config.commands import ServeOptions
@@ -15,12 +17,13 @@ from falconet.config.options import Serving
 from falconet.data.encoded import PhotoDecoder
 from falconet.errors import ConfigError
 from falconet.exits import INTERRUPTED
+from falconet.infer.conversion import end_exports
 from falconet.report.console import Say, Screen, counted
 from falconet.serve import connections  # needs aiohttp, which the command line has checked
 from falconet.serve.app import FrontEnd
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
-from falconet.serve.connections import Drain, Stopped
+from falconet.serve.connections import LOG, Drain, Stopped
 from falconet.serve.interface import descriptors
 from falconet.serve.protocol import Served
 from falconet.serve.repository import Repository
@@ -30,11 +33,12 @@ PORT = 8000
 WAITING_BATCHES = 16  # full batches that may wait
 MEMORY = 512 << 20  # bytes of all request bodies, or four times the largest body
 WATCH_SECONDS = 2.0  # between two looks for newer checkpoints
+LAST_SECONDS = 1.0  # for what is computed after the last answer
 
 
 def run(loaded: Loaded[ServeOptions]) -> int:
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it would log what is wrong with a client's photo
-    screen, serving = Screen(), loaded.options.serving
+    screen, serving, before = Screen(), loaded.options.serving, set(threading.enumerate())
     address = connections.Address(host=serving.host, port=value_or(serving.port, PORT))
     with contextlib.ExitStack() as sockets:
         listening = sockets.enter_context(address.open())  # first, because a mistake here is found at once
@@ -81,6 +85,7 @@ def run(loaded: Loaded[ServeOptions]) -> int:
 
         async def serve_http(drains: list[Drain]) -> Stopped:
             watching = asyncio.ensure_future(repository.watch(seconds=WATCH_SECONDS, say=screen.line))
+            watching.add_done_callback(_log_end)
             if not loaded.options.models.watch:
                 watching.cancel()
             try:
@@ -93,6 +98,7 @@ def run(loaded: Loaded[ServeOptions]) -> int:
                 )
             finally:
                 watching.cancel()
+                end_exports()
 
         urls = [f"http://{_shown(listening)}", *([f"grpc://{_shown(reserved)}"] if reserved else [])]
         lines = _lines(repository, urls)
@@ -110,9 +116,26 @@ def run(loaded: Loaded[ServeOptions]) -> int:
         totals = repository.counts
         batches = counted(totals.executions, "batch")
         screen.line(f"stopped: {counted(totals.requests, 'request')}, {counted(totals.images, 'image')} in {batches}")
-        if cut:
+        if not _have_ended(set(threading.enumerate()) - before):
+            end_exports()  # begun since the last time
             exits.now(code)  # not after a batch that is still being computed, perhaps for ever by a broken device
         return code
+
+
+def _have_ended(threads: set[threading.Thread]) -> bool:
+    """Whether these threads, for which Python would wait at its end, have ended, or do so at once."""
+    logging.getLogger("concurrent.futures").setLevel(logging.CRITICAL)  # what they compute has no loop to go to
+    until = time.monotonic() + LAST_SECONDS
+    for thread in threads:
+        if not thread.daemon:
+            thread.join(max(until - time.monotonic(), 0))
+    return not any(thread.is_alive() for thread in threads if not thread.daemon)
+
+
+def _log_end(watching: "asyncio.Future[None]") -> None:
+    """Log why newer checkpoints are no longer looked for, unless the server is stopping."""
+    if not watching.cancelled():
+        LOG.error("newer checkpoints are no longer swapped in", exc_info=watching.exception())
 
 
 def _reserve(serving: Serving, port: int, say: Say) -> socket.socket | None:

@@ -28,7 +28,7 @@ from falconet.config.load import of_command
 from falconet.config.options import Model
 from falconet.config.settings import Setting
 from falconet.data.preprocessing import Preprocessing
-from falconet.errors import CheckpointError, UserError
+from falconet.errors import CheckpointError, Interrupted, UserError
 from falconet.infer.classifier import Classifier
 from falconet.infer.prediction import Activation
 from falconet.report.console import Say
@@ -245,15 +245,39 @@ def _convert(classifier: Classifier, conversion: Conversion, output: Path) -> Ex
         for number in range(COMPARED):
             Image.fromarray(noise.integers(0, 256, (side, side, 3), np.uint8)).save(Path(photos) / f"{number}.png")
         argv = [sys.executable, "-m", "falconet", *conversion.argv(classifier, output, Path(photos))]
-        try:
-            done = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=LONGEST
-            )
-        except subprocess.TimeoutExpired:
-            raise ConversionError(f"`falconet export` did not finish within {LONGEST / 60:.0f} minutes") from None
+        done = _finished(argv)
     if done.returncode:
         raise ConversionError(_reason(done).removeprefix(f"nothing is written to {output}: "))
     return read_export(output)
+
+
+_exports: set["subprocess.Popen[str]"] = set()  # that threads of this process wait for
+
+
+def _finished(argv: list[str]) -> "subprocess.CompletedProcess[str]":
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
+    ) as export:
+        _exports.add(export)
+        try:
+            out, err = export.communicate(timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            raise ConversionError(f"`falconet export` did not finish within {LONGEST / 60:.0f} minutes") from None
+        finally:
+            export.kill()  # where this was interrupted
+            ended = export not in _exports
+            _exports.discard(export)
+    if ended:
+        raise Interrupted
+    return subprocess.CompletedProcess(argv, export.returncode, out, err)
+
+
+def end_exports() -> None:
+    """End what other threads convert: they raise Interrupted, after they have removed what was written."""
+    while _exports:
+        with contextlib.suppress(KeyError):  # it has just finished
+            _exports.pop().kill()
 
 
 def _reason(done: "subprocess.CompletedProcess[str]") -> str:

@@ -39,7 +39,14 @@ async def classify(
         raise RequestError("; ".join(_named(photo, each.problem) for photo, each in zip(photos, read, strict=True)))
     most = model.served.max_batch
     batches = [np.stack(images[first : first + most]) for first in range(0, len(images), most)]
-    parts = [asyncio.ensure_future(model.computed(batch.transpose(0, 3, 1, 2), deadline=deadline)) for batch in batches]
+    # A request of more photos than may wait takes no more than half of the queue at a time.
+    room = asyncio.Semaphore(max(model.batcher.policy.max_queue // (2 * most), 1))
+
+    async def scored(batch: Pixels) -> Computed:
+        async with room:
+            return await model.computed(batch.transpose(0, 3, 1, 2), deadline=deadline)
+
+    parts = [asyncio.ensure_future(scored(batch)) for batch in batches]
     try:
         computed = await asyncio.gather(*parts)
     finally:

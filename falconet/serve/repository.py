@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from falconet.errors import UserError, did_you_mean
+from falconet.errors import SHORTAGES, DeviceError, UserError, did_you_mean, memory_shortage
 from falconet.infer.predictor import Execute, Pixels
 from falconet.report.console import Say
 from falconet.serve import protocol
@@ -19,6 +20,7 @@ from falconet.serve.refusals import RequestError, UnavailableError, UnknownModel
 
 Decode = Callable[[memoryview], npt.NDArray[np.uint8]]  # an encoded photo -> S x S x 3; UnreadableImageError
 State = Literal["READY", "UNAVAILABLE"]
+SHOWN = 80  # characters of a client's name in an error
 MOST_FAILED = 3  # failed batches in a row after which a model is not ready: a broken device fails on all
 
 
@@ -105,7 +107,8 @@ class Repository:
     _models: dict[str, Model] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)  # by name: why it could not be loaded, or swapped
     _opening: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: each takes memory and all cores
-    _retiring: set[asyncio.Task[None]] = field(default_factory=set)
+    _opener: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="open"))
+    _tasks: set["asyncio.Task[Any]"] = field(default_factory=set)  # that load or retire models
     _past: Counts = field(default_factory=Counts)  # of models that are retired
 
     @property
@@ -125,13 +128,11 @@ class Repository:
         if found is None:
             if name in self.sources():
                 raise UnavailableError(f"{name} is not loaded{self._because(name)}")
-            known = (
-                f"; this server has {', '.join(map(repr, self._models)) or 'none'}{did_you_mean(name, self._models)}"
-            )
-            raise UnknownModelError(f"there is no model '{name[:80]}'{known}")
+            known = f"this server has {', '.join(map(repr, self._models)) or 'none'}{_meant(name, self._models)}"
+            raise UnknownModelError(f"there is no model '{name[:SHOWN]}'; {known}")
         if version not in ("", found.served.version):
             raise UnknownModelError(
-                f"{found.served.name} has no version '{version[:80]}'; its version is {found.served.version}"
+                f"{found.served.name} has no version '{version[:SHOWN]}'; its version is {found.served.version}"
             )
         return found
 
@@ -161,13 +162,20 @@ class Repository:
         """Open what the name stands for now, and let it take the place of an older version.
 
         Requests in progress end with the version that they began with. If it cannot be opened, the older one stays.
+        A client that leaves does not end it: the thread would go on, and further ones would be started beside it.
         """
+        loading = asyncio.get_running_loop().create_task(self._loaded(name))
+        self._tasks.add(loading)
+        loading.add_done_callback(self._forget)
+        return await asyncio.shield(loading)
+
+    async def _loaded(self, name: str) -> Model:
         async with self._opening:
             source = self.sources().get(name)
             if source is None:
-                raise UnknownModelError(f"there is no model '{name[:80]}'{did_you_mean(name, self.sources())}")
+                raise UnknownModelError(f"there is no model '{name[:SHOWN]}'{_meant(name, self.sources())}")
             try:
-                opened = await asyncio.to_thread(source.open)
+                opened = await asyncio.get_running_loop().run_in_executor(self._opener, _open, source)
             except UserError as error:
                 self._reasons[name] = str(error)
                 raise
@@ -187,7 +195,7 @@ class Repository:
         async with self._opening:
             model = self._models.pop(name, None)
             if model is None:
-                raise UnknownModelError(f"'{name[:80]}' is not loaded{did_you_mean(name, self._models)}")
+                raise UnknownModelError(f"'{name[:SHOWN]}' is not loaded{_meant(name, self._models)}")
             self._reasons.pop(name, None)
             self._retire(model)
 
@@ -198,8 +206,13 @@ class Repository:
                 setattr(self._past, name, getattr(self._past, name) + value)
 
         task = asyncio.get_running_loop().create_task(retired())
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, even if the client that would be told has gone
 
     async def watch(self, *, seconds: float, say: Say) -> None:
         """Swap in newer weights as they appear, until cancelled; `say` gets a line for each, or why not."""
@@ -209,19 +222,37 @@ class Repository:
             await asyncio.sleep(seconds)
             for name, model in list(self._models.items()):
                 try:
-                    stamp = await asyncio.to_thread(self.sources()[name].stamp)
+                    stamp = await asyncio.get_running_loop().run_in_executor(self._opener, self.sources()[name].stamp)
                     if stamp in (model.stamp, tried.get(name)):
                         continue
                     tried[name] = stamp
                     newer = await self.load(name)
                     say(f"{name}: version {newer.served.version} takes the place of {model.served.version}")
-                except (UserError, KeyError) as error:
-                    reason = str(error) if isinstance(error, UserError) else "is gone"
+                    told.pop(name, None)
+                except (UserError, OSError, KeyError, UnknownModelError) as error:
+                    reason = str(error) if isinstance(error, UserError | OSError) else "is gone"
                     if told.get(name) != reason:
                         say(f"{name}: stays at version {model.served.version}: {reason}")
                     told[name] = reason
 
     def close(self) -> None:
-        """Let all threads end, after the batches that they compute."""
+        """Let all threads end, after the batches that they compute and the model that they open."""
+        self._opener.shutdown(wait=False, cancel_futures=True)
         for model in self._models.values():
             model.batcher.close(wait=False)
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """What a client's name is similar to; a search for similar ones to a megabyte would stop all other requests."""
+    return did_you_mean(name[:SHOWN], known)
+
+
+def _open(source: Source) -> Opened:
+    """What a name stands for; UserError also if there is no memory for it beside the others."""
+    try:
+        return source.open()
+    except SHORTAGES as error:
+        short = memory_shortage(error)
+        if short is None:
+            raise
+        raise DeviceError(f"{short}; fewer models, or a smaller --max-batch, need less") from error

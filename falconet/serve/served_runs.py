@@ -68,10 +68,10 @@ class ServedRuns:
 
     def _source(self, name: str, line: Sequence[Setting], path: Path | None) -> Source:
         stamps = Stamps(path, load_options(ServeOptions, line).options.choice.checkpoint)
-        return Source(open=lambda: self._opened(name, line, stamps), stamp=stamps.newest)
+        return Source(open=lambda: self._opened(name, line, stamps), stamp=lambda: stamps.settled(self._say))
 
     def _opened(self, name: str, line: Sequence[Setting], stamps: "Stamps") -> Opened:
-        stamp = stamps.newest()  # before the weights are read: what comes later is newer
+        stamp = stamps.newest(lambda _: None)  # before the weights are read: what comes later is newer
         opened = self._opened_export if stamps.is_export else self._opened_classifier
         served, engine, about = opened(name, line)
         preprocessing = served.preprocessing
@@ -162,7 +162,8 @@ class Stamps:
 
     path: Path | None
     which: format.Which
-    _listed: object = None
+    _seen: object = None  # files, when `settled` looked last
+    _listed: object = None  # files, when `_stamp` was found
     _stamp: object = None
     _looking: threading.Lock = field(default_factory=threading.Lock)
 
@@ -171,27 +172,37 @@ class Stamps:
         """Whether `falconet export` made it."""
         return self.path is not None and (self.path / RECORD).is_file()
 
-    def newest(self) -> object:
-        """Equal for equal weights; CheckpointError if none of them is whole."""
+    def settled(self, say: Say) -> object:
+        """The same, but of files that have not changed since the last time: others may be half written, or copied."""
+        listed, before = self._listing(self.path) if self.path else None, self._seen
+        self._seen = listed
+        return self.newest(say) if listed == before else self._stamp
+
+    def newest(self, say: Say) -> object:
+        """Equal for equal weights; CheckpointError if none of them is whole; `say` hears which are not."""
         if self.path is None:
             return None
         with self._looking:
             listed = self._listing(self.path)
             if listed != self._listed:
-                self._stamp = listed if self.is_export or self.path.is_file() else self._chosen(self.path)
+                single = self.is_export or self.path.is_file()
+                self._stamp = listed if single else self._chosen(self.path, say)
                 self._listed = listed
             return self._stamp
 
     def _listing(self, path: Path) -> object:
-        if self.is_export:
-            files = [path / RECORD]
-        else:
-            files = [path] if path.is_file() else [each / MANIFEST for each in format.checkpoints_in(path)]
         try:
-            return [(file, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists()]
+            if path.is_file():
+                files = [path]
+            else:  # all of each: a copy may bring the manifest before the weights
+                folders = [path] if self.is_export else format.checkpoints_in(path)
+                files = [file for folder in folders for file in sorted(folder.iterdir())]
+            return [(file, found.st_mtime_ns, found.st_size) for file in files for found in [file.stat()]]
+        except FileNotFoundError:  # a run in progress removes older checkpoints
+            return object()  # not equal to anything
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from error
 
-    def _chosen(self, path: Path) -> object:
-        folder, manifest = format.choose(path, self.which, lambda _: None)
+    def _chosen(self, path: Path, say: Say) -> object:
+        folder, manifest = format.choose(path, self.which, say)
         return folder, sorted((name, record.sha256) for name, record in manifest.files.items())
