@@ -22,10 +22,13 @@ from falconet.infer.predictor import Predictor
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
 from falconet.serve import app, connections
+from falconet.serve.access import OPEN
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
+from falconet.serve.prometheus import Metrics
 from falconet.serve.protocol import HEADER, Served
 from falconet.serve.repository import Opened, Repository
+from falconet.serve.telemetry import Telemetry
 
 SIDE, CLASSES = 8, 5
 NAME = "resnet8-cifar"
@@ -103,14 +106,25 @@ class Running:
         drain_seconds=LIMIT,
         seconds=LIMIT,
         decode=decoded,
+        access=OPEN,
+        telemetry=None,
+        tls=None,
     ):
         self.served = about(max_batch)
         policy = Policy(max_batch=max_batch, max_delay=max_delay, max_queue=max_queue)
-        self.repository = Repository(sources=dict, policy=lambda _: policy)
+        telemetry = telemetry or Telemetry(Metrics())
+        self.repository = Repository(sources=dict, policy=lambda _: policy, executed=telemetry.metrics.add_batch)
         self.repository.adopt(NAME, Opened(self.served, [lane], decode, stamp=0, about=""))
         self.batcher = self.repository.find().batcher
-        self.front = app.FrontEnd(self.repository, memory=Memory(memory), most_body=1 << 20, seconds=seconds)
-        self.drain_seconds, self.cut = drain_seconds, None
+        self.front = app.FrontEnd(
+            self.repository,
+            memory=Memory(memory),
+            most_body=1 << 20,
+            seconds=seconds,
+            access=access,
+            telemetry=telemetry,
+        )
+        self.drain_seconds, self.cut, self.tls = drain_seconds, None, tls
         self.socket = connections.Address(host="127.0.0.1", port=0).open()
         self.port = self.socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -119,7 +133,9 @@ class Running:
         self._thread.start()
 
     async def _run(self):
-        async with connections.answering(self.front, self.socket, drain_seconds=self.drain_seconds) as cut:
+        async with connections.answering(
+            self.front, self.socket, drain_seconds=self.drain_seconds, tls=self.tls
+        ) as cut:
             await self._stop.wait()
         self.cut = sum(cut)
         await asyncio.sleep(0.01)  # let the last connections close
@@ -235,7 +251,7 @@ def answers(raw, *, partial=False):
 def infer(images, *, model=NAME):
     """A whole request as bytes: headers and body."""
     body, headers = binary(images)
-    fields = {"Host": "x", "Content-Length": len(body), **headers}
+    fields = {"Host": "localhost", "Content-Length": len(body), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"POST /v2/models/{model}/infer HTTP/1.1\r\n{head}\r\n".encode(), body
 
@@ -249,7 +265,7 @@ def served(line):
     try:
         for text in process.stdout:
             lines.append(text)
-            if found := re.search(r"^drop photos on http://127\.0\.0\.1:(\d+), ", text):
+            if found := re.search(r"^drop photos on https?://127\.0\.0\.1:(\d+), ", text):
                 break
         else:
             pytest.fail(f"exit code {process.wait()}: {lines} {process.stderr.read()}")

@@ -9,13 +9,16 @@ from falconet.config.fields import value_or
 from falconet.config.load import Loaded
 from falconet.exits import INTERRUPTED
 from falconet.report.console import Screen, counted
-from falconet.serve import connections, served_runs  # need aiohttp, which the command line has checked
+from falconet.serve import access, connections, served_runs, telemetry, tls  # the command line has checked aiohttp
+from falconet.serve.access import Access, is_loopback
 from falconet.serve.app import FrontEnd
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
 from falconet.serve.connections import Stopped
+from falconet.serve.prometheus import Metrics
 from falconet.serve.protocol import Served
 from falconet.serve.repository import Repository
+from falconet.serve.tls import Identity
 
 PORT = 8000
 WAITING_BATCHES = 16  # full batches that may wait
@@ -26,7 +29,12 @@ WATCH_SECONDS = 2.0  # between two looks for newer checkpoints
 def run(loaded: Loaded[ServeOptions]) -> int:
     screen, serving = Screen(), loaded.options.serving
     address = connections.Address(host=serving.host, port=value_or(serving.port, PORT))
-    with address.open() as listening:  # first, because a mistake here is found at once
+    allowed, metrics = access.from_options(loaded.options.access, host=serving.host), Metrics()
+    identity = tls.read_identity(loaded.options.access.tls_certificate, loaded.options.access.tls_key)
+    with (
+        address.open() as listening,  # first, because a mistake here is found at once
+        telemetry.from_options(loaded.options.telemetry, metrics, screen.line) as following,
+    ):
         first, known = served_runs.sources(loaded, screen.line)
 
         def policy(served: Served) -> Policy:
@@ -39,7 +47,9 @@ def run(loaded: Loaded[ServeOptions]) -> int:
             )
 
         memory = Memory(max(MEMORY, 4 * (serving.max_body << 20)))
-        repository = Repository(sources=known, policy=policy, preferred=next(iter(first), None))
+        repository = Repository(
+            sources=known, policy=policy, preferred=next(iter(first), None), executed=metrics.add_batch
+        )
         for name, source in first.items():
             repository.adopt(name, source.open())
         front = FrontEnd(
@@ -48,6 +58,8 @@ def run(loaded: Loaded[ServeOptions]) -> int:
             most_body=serving.max_body << 20,
             seconds=serving.request_timeout,
             may_load=loaded.options.models.repository is not None,
+            access=allowed,
+            telemetry=following,
         )
 
         async def serve() -> Stopped:
@@ -56,13 +68,19 @@ def run(loaded: Loaded[ServeOptions]) -> int:
                 watching.cancel()
             try:
                 return await connections.serve(
-                    front, listening, drain_seconds=serving.drain_timeout, started=lambda: _say(screen, lines)
+                    front,
+                    listening,
+                    drain_seconds=serving.drain_timeout,
+                    started=lambda: _say(screen, lines),
+                    tls=None if identity is None else identity.context,
                 )
             finally:
                 watching.cancel()
 
         host, port = listening.getsockname()[:2]
-        lines = _lines(repository, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        scheme = "http" if identity is None else "https"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        lines = [*_exposed(host, allowed, identity), *_lines(repository, url, needs_key=allowed.keys is not None)]
         gc.freeze()  # else each full collection looks at all of torch's objects, and stops every thread meanwhile
         try:
             code, cut = asyncio.run(serve())
@@ -82,7 +100,16 @@ def run(loaded: Loaded[ServeOptions]) -> int:
         return code
 
 
-def _lines(repository: Repository, url: str) -> list[str]:
+def _exposed(host: str, allowed: Access, identity: Identity | None) -> list[str]:
+    """What others on the network can do."""
+    if is_loopback(host):
+        return []
+    if allowed.keys is None:
+        return [f"everyone who can reach {host} may use this server; --api-key-file admits only holders of a key"]
+    return ["keys and photos travel unencrypted; --tls-certificate encrypts them"] if identity is None else []
+
+
+def _lines(repository: Repository, url: str, *, needs_key: bool) -> list[str]:
     """What is served where, and how a photo is sent."""
     models = [f"serving {model.served.name} at {url}: {model.about}" for model in repository.models]
     others = sum(each.state != "READY" for each in repository.index())
@@ -90,7 +117,8 @@ def _lines(repository: Repository, url: str) -> list[str]:
         models.append(f"{counted(others, 'model')} not loaded; POST {url}/v2/repository/models/NAME/load loads one")
     if not repository.models:
         models[:] = [f"serving no model yet at {url}: {models[-1] if models else 'the repository is empty'}"]
-    return [*models, f"drop photos on {url}, or: curl --data-binary @photo.jpg {url}/predict; Ctrl-C stops"]
+    key = ' -H "X-API-Key: $KEY"' if needs_key else ""
+    return [*models, f"drop photos on {url}, or: curl{key} --data-binary @photo.jpg {url}/predict; Ctrl-C stops"]
 
 
 def _say(screen: Screen, lines: list[str]) -> None:

@@ -14,6 +14,8 @@ from falconet.serve.refusals import ComputingError, LateError, OverloadedError
 
 Execute = Callable[[Sequence[Pixels]], list[Scores]]  # returns the scores of each portion; blocks its thread
 
+Executed = Callable[[int, float], None]  # is told of each batch: its images, and the seconds that it took
+
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -56,7 +58,8 @@ class _Waiting:
 class Batcher:
     """Gathers waiting requests into batches for the lanes; belongs to one event loop."""
 
-    def __init__(self, lanes: Sequence[Execute], policy: Policy) -> None:
+    def __init__(self, lanes: Sequence[Execute], policy: Policy, executed: Executed = lambda *_: None) -> None:
+        self._executed = executed
         self.counts = Counts()
         self.policy = policy
         self._idle = list(lanes)
@@ -136,6 +139,8 @@ class Batcher:
             self._idle.append(lane)
             error = done.exception()
             self.counts.failed_in_a_row = self.counts.failed_in_a_row + 1 if error else 0
+            if error is None:
+                self._executed(_size(batch), done.result()[1])
             for number, waiting in enumerate(batch):
                 if waiting.computed.done():  # late, or its client disconnected meanwhile
                     self.counts.dropped += 1
