@@ -91,7 +91,8 @@ class FrontEnd:
         return app
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        text, content_type = self._telemetry.metrics.exposition(request.headers.get("Accept", ""))
+        show, accept = self._telemetry.metrics.exposition, request.headers.get("Accept", "")
+        text, content_type = await asyncio.get_running_loop().run_in_executor(self._decoding, show, accept)  # takes ms
         return web.Response(body=text, headers={"Content-Type": content_type})
 
     # Photos.

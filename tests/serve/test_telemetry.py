@@ -61,7 +61,7 @@ def test_requests_images_batches_and_bytes_are_counted():
         sent = sum(len(binary(pixels(count))[0]) for count in (1, 3))
     assert values["falconet_requests_total", *sorted([INFER, NAME, "200"])] == 2
     assert values["falconet_request_seconds_count", INFER] == 2
-    assert values["falconet_received_bytes_total",] == sent
+    assert values["falconet_received_bytes_total", INFER] == sent
     assert values["falconet_images_total", NAME] == 4
     assert values["falconet_batch_images_count", NAME] == 2
     assert values["falconet_batch_images_sum", NAME] == 4
