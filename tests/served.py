@@ -63,10 +63,11 @@ def pixels(count, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (count, 3, SIDE, SIDE), dtype=np.uint8)
 
 
-def about(max_batch=8):
+def about(max_batch=8, name=NAME, version="1"):
     classifier = small_classifier()
     return Served(
-        name=NAME,
+        name=name,
+        version=version,
         preprocessing=classifier.preprocessing,
         class_names=classifier.class_names,
         output="float32",

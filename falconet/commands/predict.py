@@ -169,13 +169,7 @@ class JsonSheet:
 
     def add(self, predictions: Sequence[Prediction]) -> None:
         for each in predictions:
-            row = {
-                "path": each.name,
-                **({"labels": each.labels} if self._several else {}),
-                "label": each.label,
-                "probability": each.probability,
-                "top": [guess._asdict() for guess in each.top],
-            }
+            row = {"path": each.name, **each.to_json(several=self._several)}
             self._out.write(self._before + json.dumps(row))
             self._before = ",\n"
 

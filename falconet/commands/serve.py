@@ -2,14 +2,16 @@
 
 import asyncio
 import gc
+import logging
 
 from falconet import exits
 from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
+from falconet.data.encoded import PhotoDecoder
 from falconet.exits import INTERRUPTED
 from falconet.report.console import Screen, counted
-from falconet.serve import access, connections, served_runs, telemetry, tls  # the command line has checked aiohttp
+from falconet.serve import access, connections, telemetry, tls  # the command line has checked aiohttp
 from falconet.serve.access import Access, is_loopback
 from falconet.serve.app import FrontEnd
 from falconet.serve.batching import Policy
@@ -18,6 +20,7 @@ from falconet.serve.connections import Stopped
 from falconet.serve.prometheus import Metrics
 from falconet.serve.protocol import Served
 from falconet.serve.repository import Repository
+from falconet.serve.served_runs import ServedRuns
 from falconet.serve.tls import Identity
 
 PORT = 8000
@@ -27,6 +30,7 @@ WATCH_SECONDS = 2.0  # between two looks for newer checkpoints
 
 
 def run(loaded: Loaded[ServeOptions]) -> int:
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it would log what is wrong with a client's photo
     screen, serving = Screen(), loaded.options.serving
     address = connections.Address(host=serving.host, port=value_or(serving.port, PORT))
     allowed, metrics = access.from_options(loaded.options.access, host=serving.host), Metrics()
@@ -35,7 +39,7 @@ def run(loaded: Loaded[ServeOptions]) -> int:
         address.open() as listening,  # first, because a mistake here is found at once
         telemetry.from_options(loaded.options.telemetry, metrics, screen.line) as following,
     ):
-        first, known = served_runs.sources(loaded, screen.line)
+        runs = ServedRuns(loaded, PhotoDecoder(most_bytes=serving.max_body << 20), screen.line)
 
         def policy(served: Served) -> Policy:
             most = value_or(serving.max_queue, WAITING_BATCHES * served.max_batch)
@@ -48,9 +52,9 @@ def run(loaded: Loaded[ServeOptions]) -> int:
 
         memory = Memory(max(MEMORY, 4 * (serving.max_body << 20)))
         repository = Repository(
-            sources=known, policy=policy, preferred=next(iter(first), None), executed=metrics.add_batch
+            sources=runs.known, policy=policy, preferred=next(iter(runs.first), None), executed=metrics.add_batch
         )
-        for name, source in first.items():
+        for name, source in runs.first.items():
             repository.adopt(name, source.open())
         front = FrontEnd(
             repository,

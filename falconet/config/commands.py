@@ -222,7 +222,7 @@ class ServeOptions(Command):
     instead: ClassVar[Mapping[str, str]] = {"pretrained": "checkpoint-input-path"}
     common = (
         *("checkpoint-input-path", "more-models", "checkpoint", "model", "pretrained", "repository", "watch"),
-        *("host", "port", "max-batch", "max-delay", "device", "precision"),
+        *("host", "port", "max-batch", "max-delay", "engine", "int8", "device", "precision"),
     )
 
     serving: Serving = field(default_factory=Serving)

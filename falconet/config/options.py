@@ -376,7 +376,7 @@ class Machine:
     capture: bool = True
     """On CUDA, capture an update or a batch as a graph and replay it: the same numbers, less CPU work."""
     model_cache_path: Path | None = local(None)
-    """Folder for compiled Triton kernels, which later starts load; default: TRITON_CACHE_DIR, else ~/.triton/cache."""
+    """Folder for compiled kernels, default TRITON_CACHE_DIR or ~/.triton/cache; for a server's models ~/.cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -752,6 +752,10 @@ class Serving:
     """Seconds to finish requests in progress after a request to stop; those that need longer are cut off."""
     half_partial: bool = False
     """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
+    engine: Literal["auto", "torch", "onnxruntime", "openvino"] = "auto"
+    """What computes; auto: torch on CUDA; on a CPU ONNX Runtime if the precision is 32.32, else torch."""
+    int8: bool = False
+    """Compute in 8-bit integers, on a CPU; the run's images calibrate it, and its accuracy is said beside fp32's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -566,6 +566,14 @@ def _tables_are_csv(options: Any) -> str | None:
     return None
 
 
+def _int8_is_onnx_runtimes(options: Any) -> str | None:
+    if options.serving.int8 and options.serving.engine not in ("auto", "onnxruntime"):
+        return (
+            f"--int8: contradicts --engine {options.serving.engine}; expected onnxruntime, whose accuracy is measured"
+        )
+    return None
+
+
 def _int8_is_onnx(options: Any) -> str | None:
     if not options.export.int8:
         return None
@@ -625,6 +633,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("table", "choice"), _predictions_are_of_one_checkpoint),
     (("table",), _tables_are_csv),
     (("export",), _int8_is_onnx),
+    (("serving",), _int8_is_onnx_runtimes),
     (("doctor",), _doctor_replicas_need_distributed),
     (("inference",), _splits_of_predictions_are_layers_or_auto),
 )

@@ -39,6 +39,15 @@ class Prediction:
         """Of the most probable class, 0 to 1."""
         return self.top[0].probability
 
+    def to_json(self, *, several: bool) -> dict[str, object]:
+        """Without its name; `several`: photos have any number of labels, so they are listed."""
+        return {
+            **({"labels": list(self.labels)} if several else {}),
+            "label": self.label,
+            "probability": self.probability,
+            "top": [guess._asdict() for guess in self.top],
+        }
+
     def __repr__(self) -> str:
         name = f"{self.name}: " if self.name else ""
         return f"<{name}{', '.join(map(str, self.top))}>"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from falconet.data.image_files import UnreadableImageError
-from falconet.infer.prediction import Prediction, predicted
+from falconet.infer.prediction import predicted
 from falconet.infer.predictor import Pixels
 from falconet.serve import records
 from falconet.serve.batching import Computed
@@ -74,12 +74,12 @@ async def _read(model: Model, photos: Sequence[Upload], threads: Executor) -> li
 
 def _predictions(
     model: Model, photos: Sequence[Upload], read: Sequence[Read], computed: Sequence[Computed], *, top: int
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """One object for each photo, in their order."""
     about = model.served
     several = about.activation == "sigmoid"
     rows = iter(row for part in computed for row in part.scores)
-    found = []
+    found: list[dict[str, object]] = []
     for photo, each in zip(photos, read, strict=True):
         if each.pixels is None:
             found.append({"name": photo.name, "error": each.problem})
@@ -88,20 +88,9 @@ def _predictions(
         if not np.isfinite(scores).all():
             found.append({"name": photo.name, "error": NOT_FINITE})
             continue
-        named = predicted(torch.from_numpy(scores), about.class_names, top=top, several=several, name=photo.name)
-        found.append(to_json(named, several=several))
+        named = predicted(torch.from_numpy(scores), about.class_names, top=top, several=several)
+        found.append({"name": photo.name, **named.to_json(several=several)})
     return found
-
-
-def to_json(prediction: Prediction, *, several: bool) -> dict[str, Any]:
-    """A prediction as `falconet predict --json` has it, with the photo's name."""
-    return {
-        "name": prediction.name,
-        **({"labels": list(prediction.labels)} if several else {}),
-        "label": prediction.label,
-        "probability": prediction.probability,
-        "top": [guess._asdict() for guess in prediction.top],
-    }
 
 
 def _named(photo: Upload, problem: str) -> str:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from falconet.commands.serve import _exposed as exposed
 from falconet.config.options import Access as Options
 from falconet.errors import ConfigError
 from falconet.serve import access
@@ -240,3 +241,12 @@ def test_the_environment_is_read_for_a_key(monkeypatch):
     monkeypatch.setenv(access.KEY, KEY)
     assert os.environ[access.KEY] == KEY
     from_options(Options(), host="127.0.0.1").keys.require({"x-api-key": KEY})
+
+
+def test_a_server_that_others_reach_says_what_they_can_do():
+    keys = Access(keys=Keys([KEY]))
+    assert exposed("127.0.0.1", Access(), None) == []
+    assert exposed("0.0.0.0", Access(), None) == [
+        "everyone who can reach 0.0.0.0 may use this server; --api-key-file admits only holders of a key"
+    ]
+    assert exposed("0.0.0.0", keys, None) == ["keys and photos travel unencrypted; --tls-certificate encrypts them"]

@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import http.server
+import importlib.util
+import io
 import json
 import os
 import re
@@ -10,13 +12,18 @@ import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from falconet.commands import inputs
+from falconet.config.commands import ServeOptions
+from falconet.config.load import parse, read_line
 from falconet.config.options import Telemetry as Options
 from falconet.errors import ConfigError
 from falconet.serve import access_log, records, telemetry, tracing
@@ -26,7 +33,7 @@ from falconet.serve.prometheus import Metrics
 from falconet.serve.records import Record
 from falconet.serve.telemetry import Telemetry
 from falconet.serve.tracing import Tracing
-from served import LIMIT, NAME, PATH, Held, binary, connected, infer, pixels, running, until
+from served import LIMIT, NAME, PATH, SIDE, Held, binary, connected, infer, pixels, running, until
 
 INFER = "/v2/models/{model}/infer"
 
@@ -372,6 +379,25 @@ def test_a_request_is_a_span_with_its_stages(spans):
     assert whole.resource.attributes["service.name"] == "falconet"
 
 
+def png():
+    file = io.BytesIO()
+    Image.new("RGB", (SIDE, SIDE)).save(file, "png")
+    return file.getvalue()
+
+
+def test_a_photo_is_decoded_in_a_span_and_counted(spans):
+    traces, finished = spans
+    with running(telemetry=observed(traces.add), decode=lambda _: np.zeros((SIDE, SIDE, 3), np.uint8)) as found:
+        status, _, answer = found.request(png(), {"Content-Type": "image/png"}, path="/predict")
+        assert status == 200, answer
+        values = samples(found)
+    decode, _, _, whole, _ = finished()  # the last is that of /metrics
+    assert (decode.name, whole.name) == ("decode", "POST /predict")
+    assert whole.start_time <= decode.start_time <= decode.end_time <= whole.end_time
+    assert values["falconet_photos_total", NAME] == 1
+    assert values["falconet_unreadable_photos_total", NAME] == 0
+
+
 def test_the_clients_trace_is_continued(spans):
     traces, finished = spans
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -518,3 +544,13 @@ def test_reasons_are_the_names_of_refusals_in_words():
     assert [records.reason_of(name) for name in ("TooLargeError", "LateError", "RequestError")] == [
         *("too_large", "late", "request")
     ]
+
+
+def test_missing_packages_for_traces_are_said_in_one_line(monkeypatch):
+    really = importlib.util.find_spec
+    monkeypatch.setattr(
+        inputs.importlib.util, "find_spec", lambda name: None if name.startswith("opentelemetry") else really(name)
+    )
+    options = parse(ServeOptions, read_line(ServeOptions, ["--model", "resnet18", "--opentelemetry"])).options
+    with pytest.raises(ConfigError, match=r"needs opentelemetry.*pip install 'falconet\[telemetry\]'"):
+        inputs.check(options)

@@ -1,0 +1,253 @@
+"""The models of a server: found by name and version, swapped without losing a request, and closed when unused."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from falconet.errors import CheckpointError
+from falconet.serve import app, connections
+from falconet.serve.batching import Policy
+from falconet.serve.bodies import Memory
+from falconet.serve.refusals import RequestError, UnavailableError, UnknownModelError
+from falconet.serve.repository import Opened, Repository, Source
+from served import LIMIT, SIDE, about, decoded, pixels, until
+
+
+class Weights:
+    """A model whose scores are the number of its version."""
+
+    def __init__(self, name, version=1):
+        self.name, self.version, self.error, self.opened = name, version, None, 0
+        self.go = threading.Event()  # before a batch is computed
+        self.go.set()
+
+    def open(self):
+        if self.error:
+            raise CheckpointError(self.error)
+        self.opened += 1
+        version = self.version
+
+        def lane(portions):
+            assert self.go.wait(LIMIT)
+            return [np.full((len(portion), 5), version, np.float32) for portion in portions]
+
+        served = about(max_batch=8, name=self.name, version=str(version))
+        return Opened(served, [lane], decoded, stamp=version, about="")
+
+    @property
+    def source(self):
+        return Source(open=self.open, stamp=lambda: self.version)
+
+
+def repository(*models, preferred=None):
+    found = Repository(
+        sources=lambda: {each.name: each.source for each in models},
+        policy=lambda served: Policy(max_batch=served.max_batch, max_delay=0.0, max_queue=100),
+        preferred=preferred,
+    )
+    for each in models:
+        found.adopt(each.name, each.open())
+    return found
+
+
+def in_loop(scenario):
+    return asyncio.run(asyncio.wait_for(scenario, LIMIT))
+
+
+async def answered(found, name=""):
+    """The version that answers now."""
+    with found.find(name).used() as model:
+        return int((await model.computed(pixels(1))).scores[0, 0])
+
+
+def test_a_model_is_found_by_name_and_version():
+    found = repository(Weights("birds", 7), Weights("cats", 2))
+    assert found.find("birds").served.version == "7"
+    assert found.find("cats", "2").served.name == "cats"
+    with pytest.raises(
+        UnknownModelError, match=r"^there is no model 'bird'; this server has 'birds', 'cats'; did you mean 'birds'\?$"
+    ):
+        found.find("bird")
+    with pytest.raises(UnknownModelError, match=r"^birds has no version '6'; its version is 7$"):
+        found.find("birds", "6")
+
+
+def test_a_request_without_a_name_gets_the_preferred_model_or_the_only_one():
+    assert repository(Weights("birds")).find().served.name == "birds"
+    assert repository(Weights("birds"), Weights("cats"), preferred="cats").find().served.name == "cats"
+    with pytest.raises(RequestError, match=r"^expected the name of a model, \?model=NAME, one of birds, cats$"):
+        repository(Weights("birds"), Weights("cats")).find()
+    with pytest.raises(UnavailableError, match=r"^no model is loaded$"):
+        repository().find()
+
+
+def test_requests_in_progress_end_with_the_version_that_they_began_with():
+    birds = Weights("birds", 1)
+
+    async def scenario():
+        found = repository(birds)
+        birds.go.clear()
+        begun = asyncio.create_task(answered(found))
+        await asyncio.sleep(0.01)
+        older, birds.version = found.find(), 2
+        await found.load("birds")
+        assert found.find().served.version == "2"
+        assert not begun.done()
+        birds.go.set()
+        assert (await begun, await answered(found)) == (1, 2)
+        await older.retire()
+        return found.counts
+
+    counts = in_loop(scenario())
+    assert (counts.requests, counts.images, counts.dropped) == (2, 2, 0)  # the retired model's are counted, too
+
+
+def test_a_model_that_is_used_is_not_closed():
+    birds = Weights("birds")
+
+    async def scenario():
+        found = repository(birds)
+        with found.find().used() as model:
+            await found.unload("birds")
+            await asyncio.sleep(0.05)
+            assert (await model.computed(pixels(1))).scores[0, 0] == 1
+        with pytest.raises(UnavailableError, match=r"^birds is not loaded$"):
+            found.find("birds")
+
+    in_loop(scenario())
+
+
+def test_the_index_lists_what_is_loaded_and_what_could_be():
+    birds, cats = Weights("birds", 3), Weights("cats")
+
+    async def scenario():
+        found = repository(birds, cats)
+        await found.unload("cats")
+        assert found.index() == [("birds", "3", "READY", ""), ("cats", "", "UNAVAILABLE", "unloaded")]
+        cats.error = "cats/model.safetensors: 3 bytes short of 10 (truncated)"
+        with pytest.raises(CheckpointError):
+            await found.load("cats")
+        assert found.index()[1] == ("cats", "", "UNAVAILABLE", cats.error)
+        with pytest.raises(UnavailableError, match=rf"^cats is not loaded: {cats.error[:10]}"):
+            found.find("cats")
+        cats.error = None
+        await found.load("cats")
+        assert [each.state for each in found.index()] == ["READY", "READY"]
+        with pytest.raises(UnknownModelError, match=r"^there is no model 'dogs'$"):
+            await found.load("dogs")
+        with pytest.raises(UnknownModelError, match=r"^'dogs' is not loaded$"):
+            await found.unload("dogs")
+
+    in_loop(scenario())
+
+
+def test_a_watched_model_is_swapped_and_what_cannot_be_opened_is_said_once():
+    birds, said = Weights("birds", 1), []
+
+    async def scenario():
+        found = repository(birds)
+        watching = asyncio.create_task(found.watch(seconds=0.001, say=said.append))
+        await asyncio.sleep(0.05)
+        assert birds.opened == 1
+        birds.version = 2
+        while await answered(found) != 2:
+            await asyncio.sleep(0.001)
+        birds.version, birds.error = 3, "torn"
+        while len(said) < 2:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert await answered(found) == 2
+        birds.version, birds.error = 4, None
+        while await answered(found) != 4:
+            await asyncio.sleep(0.001)
+        watching.cancel()
+
+    in_loop(scenario())
+    assert said == [
+        "birds: version 2 takes the place of 1",
+        "birds: stays at version 2: torn",
+        "birds: version 4 takes the place of 2",
+    ]
+
+
+@contextlib.contextmanager
+def answering(found, *, may_load):
+    """A server with these models in another thread; yields a function that asks it."""
+    front = app.FrontEnd(found, memory=Memory(1 << 30), most_body=1 << 20, seconds=LIMIT, may_load=may_load)
+    listening = connections.Address(host="127.0.0.1", port=0).open()
+    port, loop, stop = listening.getsockname()[1], asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve():
+        async with connections.answering(front, listening, drain_seconds=LIMIT):
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+
+    def ask(method, path, body=b""):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)) as connection:
+            connection.request(method, path, body=body if method == "POST" else None)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    try:
+        yield ask
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(LIMIT)
+        found.close()
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+
+def test_clients_load_and_unload_models_where_the_server_allows_it():
+    with answering(repository(Weights("birds"), Weights("cats")), may_load=True) as ask:
+        assert ask("POST", "/v2/repository/models/cats/unload") == (200, {})
+        assert ask("GET", "/v2/models/cats") == (503, {"error": "cats is not loaded"})
+        assert ask("GET", "/v2/models/birds/ready") == (200, {"ready": True})
+        assert ask("POST", "/v2/repository/models/cats/load") == (200, {})
+        assert ask("GET", "/v2/models/cats/versions/1/ready") == (200, {"ready": True})
+        assert ask("POST", "/v2/repository/models/dog/load") == (404, {"error": "there is no model 'dog'"})
+
+
+def test_clients_may_not_change_models_otherwise():
+    with answering(repository(Weights("birds")), may_load=False) as ask:
+        for what in ("load", "unload"):
+            status, content = ask("POST", f"/v2/repository/models/birds/{what}")
+            assert (status, "--repository" in content["error"]) == (403, True)
+        assert ask("POST", "/v2/repository/index")[1][0]["state"] == "READY"
+
+
+def test_no_request_is_lost_while_models_are_swapped():
+    birds, answers, wrong, done = Weights("birds", 1), [], [], threading.Event()
+    found = repository(birds)
+    with answering(found, may_load=True) as ask:
+
+        def client():
+            tensor = {"name": "input_0", "shape": [1, 3, SIDE, SIDE], "datatype": "UINT8", "data": [0] * 3 * SIDE**2}
+            body = json.dumps({"inputs": [tensor]})
+            while not done.is_set():
+                status, content = ask("POST", "/v2/models/birds/infer", body)
+                answers.append(status)
+                if status != 200 or content["outputs"][0]["data"] != [int(content["model_version"])] * 5:
+                    wrong.append(content)
+
+        clients = [threading.Thread(target=client) for _ in range(4)]
+        for each in clients:
+            each.start()
+        for version in range(2, 12):
+            birds.version = version
+            before = len(answers)
+            assert ask("POST", "/v2/repository/models/birds/load") == (200, {})
+            until(lambda before=before: len(answers) > before + 4)
+        done.set()
+        for each in clients:
+            each.join(LIMIT)
+    assert birds.opened == 11
+    assert wrong == []
+    until(lambda: not [each for each in threading.enumerate() if each.name.startswith("lane")])
