@@ -42,7 +42,7 @@ TOLERANCE = 1e-4  # of an image's largest score, as in `falconet export`
 TIMED, MOST_TIMED = 0.3, 50  # seconds and batches of a size, after the first
 LARGEST = 0.5  # seconds that a batch may take to be timed
 BY_HAND = "`falconet export --int8 --preprocessing` has --photos and other options, and its folder can be served"
-LANES = 1  # of a CPU; two that share its threads were no faster (docs/maintaining/log.md)
+LANES = 1  # of a CPU: for full batches, two were within the noise of one (docs/maintaining/log.md)
 
 
 @dataclass(frozen=True, kw_only=True)

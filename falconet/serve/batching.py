@@ -8,11 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from falconet.infer.predictor import Pixels, Scores
+from falconet.infer.predictor import Execute, Pixels, Scores
 from falconet.report.console import are
 from falconet.serve.refusals import ComputingError, LateError, OverloadedError
-
-Execute = Callable[[Sequence[Pixels]], list[Scores]]  # returns the scores of each portion; blocks its thread
 
 Executed = Callable[[int, float], None]  # is told of each batch: its images, and the seconds that it took
 

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from falconet.errors import UserError, did_you_mean
-from falconet.infer.predictor import Pixels
+from falconet.infer.predictor import Execute, Pixels
 from falconet.report.console import Say
 from falconet.serve import records
-from falconet.serve.batching import Batcher, Computed, Counts, Execute, Executed, Policy
+from falconet.serve.batching import Batcher, Computed, Counts, Executed, Policy
 from falconet.serve.protocol import Served
 from falconet.serve.refusals import RequestError, UnavailableError, UnknownModelError
 

@@ -15,14 +15,16 @@ from falconet.config.settings import LINE, Setting
 from falconet.data.encoded import PhotoDecoder
 from falconet.errors import CheckpointError, ConfigError
 from falconet.infer.classifier import Classifier
-from falconet.infer.predictor import Predictor, open_served
+from falconet.infer.conversion import RECORD
+from falconet.infer.engines import Engine, open_engine, opened_export
+from falconet.infer.predictor import Execute, open_served
+from falconet.parallel import world
 from falconet.report.console import Say, counted
-from falconet.serve.batching import Execute
 from falconet.serve.protocol import Served
 from falconet.serve.repository import Opened, Source
 
 MAX_BATCH = 64
-CHECKPOINTS = "checkpoints"  # the folder of them in a run folder
+CHECKPOINTS, EXPORTS = "checkpoints", "export"  # their folders in a run folder
 OF_ONE_MODEL = ("checkpoint-input-path", "more-models", "model", "pretrained", "image-size", "classes")
 _ODD = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -70,31 +72,57 @@ class ServedRuns:
 
     def _opened(self, name: str, line: Sequence[Setting], stamps: "Stamps") -> Opened:
         stamp = stamps.newest()  # before the weights are read: what comes later is newer
+        opened = self._opened_export if stamps.is_export else self._opened_classifier
+        served, engine, about = opened(name, line)
+        preprocessing = served.preprocessing
+        side = preprocessing.image_size
+        pixels = (
+            f"{counted(len(served.class_names), 'class')}, {side} x {side} pixels, up to {served.max_batch} at once"
+        )
+        lanes: list[Execute] = list(engine.lanes)
+        return Opened(
+            served, lanes, lambda photo: self._photos.decode(photo, preprocessing), stamp, f"{pixels}, {about}"
+        )
+
+    def _opened_classifier(self, name: str, line: Sequence[Setting]) -> tuple[Served, Engine, str]:
         classifier, options = open_served(line, self._say)
         max_batch = value_or(options.serving.max_batch, MAX_BATCH)
-        predictor = Predictor(classifier, max_batch=max_batch)
-        preprocessing = classifier.preprocessing
+        engine = open_engine(classifier, options, line, self._say, max_batch=max_batch)
         served = Served(
             name=name,
             version=_version(classifier),
-            preprocessing=preprocessing,
+            preprocessing=classifier.preprocessing,
             class_names=classifier.class_names,
-            output=str(predictor.dtype).removeprefix("torch."),
+            output=engine.dtype.name,
             max_batch=max_batch,
             activation=classifier.activation,
         )
-        side = preprocessing.image_size
-        about = (
-            f"{counted(len(classifier.class_names), 'class')}, {side} x {side} pixels, up to {max_batch} at once,"
-            f" {options.machine.precision} on {classifier.device}"
+        return served, engine, f"{options.machine.precision} on {classifier.device}"
+
+    def _opened_export(self, name: str, line: Sequence[Setting]) -> tuple[Served, Engine, str]:
+        options = load_options(ServeOptions, line).options
+        folder, max_batch = options.input.checkpoint_input_path, value_or(options.serving.max_batch, MAX_BATCH)
+        assert folder is not None
+        world.open_machine(options.machine)  # for its number of threads
+        found, engine = opened_export(folder, max_batch=max_batch)
+        for text in engine.lines():
+            self._say(text)
+        served = Served(
+            name=name,
+            preprocessing=found.preprocessing,
+            class_names=found.class_names,
+            output=engine.dtype.name,
+            max_batch=max_batch,
+            activation=found.activation,
         )
-        lanes: list[Execute] = list(predictor.lanes())
-        return Opened(served, lanes, lambda photo: self._photos.decode(photo, preprocessing), stamp, about)
+        return served, engine, f"{found.precision} on cpu"
 
 
 def served_name(path: Path) -> str:
-    """What a run, a checkpoint or a weights file is called in addresses: its own name, or that of its run."""
+    """What a run, a checkpoint, an export or a weights file is called in addresses: as it, or its run, is named."""
     whole = path.resolve()
+    if (whole / RECORD).exists() and whole.parent.name == EXPORTS:
+        return _plain(f"{whole.parent.parent.name}-{whole.name}")
     if (whole / MANIFEST).exists():
         whole = whole.parent
     if whole.name == CHECKPOINTS:
@@ -138,6 +166,11 @@ class Stamps:
     _stamp: object = None
     _looking: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def is_export(self) -> bool:
+        """Whether `falconet export` made it."""
+        return self.path is not None and (self.path / RECORD).is_file()
+
     def newest(self) -> object:
         """Equal for equal weights; CheckpointError if none of them is whole."""
         if self.path is None:
@@ -145,12 +178,15 @@ class Stamps:
         with self._looking:
             listed = self._listing(self.path)
             if listed != self._listed:
-                self._stamp = self._chosen(self.path) if self.path.is_dir() else listed
+                self._stamp = listed if self.is_export or self.path.is_file() else self._chosen(self.path)
                 self._listed = listed
             return self._stamp
 
     def _listing(self, path: Path) -> object:
-        files = [path] if path.is_file() else [each / MANIFEST for each in format.checkpoints_in(path)]
+        if self.is_export:
+            files = [path / RECORD]
+        else:
+            files = [path] if path.is_file() else [each / MANIFEST for each in format.checkpoints_in(path)]
         try:
             return [(file, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists()]
         except OSError as error:

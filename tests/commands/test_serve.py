@@ -22,7 +22,9 @@ from falconet.train.saved_model import open_checkpoint
 from served import LIMIT, answers, binary, connected, infer, received, served
 from tiny import TINY
 
-SMALL = "--model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu --max-batch 4"
+SMALL = (
+    "--model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu --max-batch 4 --engine torch"
+)
 pytestmark = pytest.mark.dist
 
 
@@ -77,7 +79,7 @@ def test_requests_that_outlast_the_drain_timeout_are_cut_with_one_line():
         assert process.stderr.read() == ""
 
 
-SLOW = "--model resnet50 --image-size 128 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64"  # seconds
+SLOW = "--model resnet50 --image-size 128 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64 --engine torch"  # seconds
 
 
 def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():
@@ -127,7 +129,7 @@ def test_a_second_signal_stops_at_once():
 
 def test_checkpoint_supplies_classes_preprocessing_and_scores(falconet):
     assert falconet(f"train {TINY} --data digits --run-dir r").code == 0
-    with served("--checkpoint-input-path r --port 0 --threads 1 --device cpu") as (_, port, lines):
+    with served("--checkpoint-input-path r --port 0 --threads 1 --device cpu --engine torch") as (_, port, lines):
         assert lines[0].startswith("loaded r/checkpoints/")
         name = re.search(r"^serving (\S+) at", lines[-2])[1]
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)) as connection:
@@ -173,7 +175,7 @@ def test_a_checkpoint_with_impossible_preprocessing_is_refused_in_one_line(falco
         del changed["digest"]
         (folder / "manifest.json").unlink()
         write_manifest(folder / "manifest.json", changed, manifest.files)
-        answer = falconet("serve --checkpoint-input-path r --port 0 --threads 1 --device cpu")
+        answer = falconet("serve --checkpoint-input-path r --port 0 --threads 1 --device cpu --engine torch")
         assert answer.code == 2
         assert answer.err.startswith(f"falconet serve: {folder}: preprocessing: {message}")
         assert answer.err.count("\n") == 1

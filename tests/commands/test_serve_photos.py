@@ -19,7 +19,7 @@ RUN = (
     "train photos --model resnet8-cifar --pretrained none --image-size 32 --epoch 1 --micro-batch-size 8 --threads 1"
     " --dataloader-workers 1 --device cpu --precision 32.32 --run-dir r"
 )
-SERVER = "r --port 0 --threads 1 --device cpu"
+SERVER = "r --port 0 --threads 1 --device cpu --model-cache-path cache"
 NOISE = 2e-6  # of a probability: kernels differ with the size of a batch
 
 
@@ -49,7 +49,8 @@ def post(port, body, headers=None, *, query=""):
         return response.status, json.loads(response.read())
 
 
-def test_answers_equal_those_of_predict_and_of_the_validation(falconet, photos):
+@pytest.mark.parametrize("engine", ["torch", "auto"])  # auto: ONNX Runtime
+def test_answers_equal_those_of_predict_and_of_the_validation(falconet, photos, engine):
     told = falconet(f"predict r {' '.join(map(str, photos))} --json --top 2")
     expected = json.loads(told.out)
     assert falconet("validate r --predictions all.csv").code == 0
@@ -57,7 +58,8 @@ def test_answers_equal_those_of_predict_and_of_the_validation(falconet, photos):
         validated = {Path(row["path"]).name + Path(row["path"]).parent.name: row for row in csv.DictReader(file)}
     form, kind = encode_multipart_formdata([("photo", (photo.name, photo.read_bytes())) for photo in photos])
     coded = [{"name": photo.name, "data": base64.b64encode(photo.read_bytes()).decode()} for photo in photos]
-    with served(SERVER) as (_, port, _):
+    with served(f"{SERVER} --engine {engine}") as (_, port, lines):
+        assert any(line.startswith("engine: ONNX Runtime") for line in lines) == (engine == "auto")
         one_by_one = [post(port, photo.read_bytes(), query="?top=2")[1]["predictions"][0] for photo in photos]
         together = post(port, form, {"Content-Type": kind}, query="?top=2")[1]["predictions"]
         as_json = post(port, json.dumps({"images": coded, "top": 2}))[1]["predictions"]
@@ -76,7 +78,7 @@ def test_a_broken_photo_among_others_is_named_and_the_others_are_answered(photos
     cut = photos[0].read_bytes()[:-40]
     files = [("a", ("whole.png", photos[1].read_bytes())), ("b", ("cut.png", cut)), ("c", ("notes.txt", b"hello"))]
     form, kind = encode_multipart_formdata(files)
-    with served(SERVER) as (process, port, _):
+    with served(f"{SERVER} --engine torch") as (process, port, _):
         status, content = post(port, form, {"Content-Type": kind})
         whole, truncated, text = content["predictions"]
         assert (status, whole["name"], "label" in whole) == (200, "whole.png", True)
