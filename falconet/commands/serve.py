@@ -1,22 +1,28 @@
-"""`falconet serve`: serve models over HTTP."""
+"""`falconet serve`: serve models over HTTP and gRPC."""
 
 import asyncio
+import contextlib
 import gc
+import importlib.util
 import logging
+import socket
 
 from falconet import exits
 from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
+from falconet.config.options import Serving
 from falconet.data.encoded import PhotoDecoder
+from falconet.errors import ConfigError
 from falconet.exits import INTERRUPTED
-from falconet.report.console import Screen, counted
+from falconet.report.console import Say, Screen, counted
 from falconet.serve import access, connections, telemetry, tls  # the command line has checked aiohttp
 from falconet.serve.access import Access, is_loopback
 from falconet.serve.app import FrontEnd
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
-from falconet.serve.connections import Stopped
+from falconet.serve.connections import Drain, Stopped
+from falconet.serve.interface import descriptors
 from falconet.serve.prometheus import Metrics
 from falconet.serve.protocol import Served
 from falconet.serve.repository import Repository
@@ -35,10 +41,12 @@ def run(loaded: Loaded[ServeOptions]) -> int:
     address = connections.Address(host=serving.host, port=value_or(serving.port, PORT))
     allowed, metrics = access.from_options(loaded.options.access, host=serving.host), Metrics()
     identity = tls.read_identity(loaded.options.access.tls_certificate, loaded.options.access.tls_key)
-    with (
-        address.open() as listening,  # first, because a mistake here is found at once
-        telemetry.from_options(loaded.options.telemetry, metrics, screen.line) as following,
-    ):
+    with contextlib.ExitStack() as held:
+        listening = held.enter_context(address.open())  # first, because a mistake here is found at once
+        reserved = _reserve(serving, listening.getsockname()[1], screen.line)
+        if reserved is not None:
+            held.enter_context(reserved)
+        following = held.enter_context(telemetry.from_options(loaded.options.telemetry, metrics, screen.line))
         runs = ServedRuns(loaded, PhotoDecoder(most_bytes=serving.max_body << 20), screen.line)
 
         def policy(served: Served) -> Policy:
@@ -56,17 +64,36 @@ def run(loaded: Loaded[ServeOptions]) -> int:
         )
         for name, source in runs.first.items():
             repository.adopt(name, source.open())
+        may_load, models = loaded.options.models.repository is not None, repository.models
         front = FrontEnd(
             repository,
             memory=memory,
             most_body=serving.max_body << 20,
             seconds=serving.request_timeout,
-            may_load=loaded.options.models.repository is not None,
+            may_load=may_load,
             access=allowed,
             telemetry=following,
         )
 
         async def serve() -> Stopped:
+            if reserved is None:
+                return await serve_http([])
+            from falconet.serve import grpc_access, grpc_service  # need grpcio, which may be missing
+
+            security = grpc_service.Security(
+                credentials=None if identity is None else grpc_access.credentials(identity),
+                interceptors=[grpc_access.Guard(allowed.keys, following)],
+            )
+            service = grpc_service.GrpcService(
+                repository, memory=memory, seconds=serving.request_timeout, may_load=may_load
+            )
+            most = max([serving.max_body << 20 if may_load else 0, *(each.served.most_bytes for each in models)])
+            async with grpc_service.answering(
+                service, reserved, most_bytes=most, drain_seconds=serving.drain_timeout, security=security
+            ) as drain:
+                return await serve_http([drain])
+
+        async def serve_http(drains: list[Drain]) -> Stopped:
             watching = asyncio.ensure_future(repository.watch(seconds=WATCH_SECONDS, say=screen.line))
             if not loaded.options.models.watch:
                 watching.cancel()
@@ -77,14 +104,17 @@ def run(loaded: Loaded[ServeOptions]) -> int:
                     drain_seconds=serving.drain_timeout,
                     started=lambda: _say(screen, lines),
                     tls=None if identity is None else identity.context,
+                    drains=drains,
                 )
             finally:
                 watching.cancel()
 
-        host, port = listening.getsockname()[:2]
-        scheme = "http" if identity is None else "https"
-        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-        lines = [*_exposed(host, allowed, identity), *_lines(repository, url, needs_key=allowed.keys is not None)]
+        end = "" if identity is None else "s"
+        urls = [f"http{end}://{_shown(listening)}", *([f"grpc{end}://{_shown(reserved)}"] if reserved else [])]
+        lines = [
+            *_exposed(serving.host, allowed, identity),
+            *_lines(repository, urls, needs_key=allowed.keys is not None),
+        ]
         gc.freeze()  # else each full collection looks at all of torch's objects, and stops every thread meanwhile
         try:
             code, cut = asyncio.run(serve())
@@ -113,14 +143,40 @@ def _exposed(host: str, allowed: Access, identity: Identity | None) -> list[str]
     return ["keys and photos travel unencrypted; --tls-certificate encrypts them"] if identity is None else []
 
 
-def _lines(repository: Repository, url: str, *, needs_key: bool) -> list[str]:
+def _reserve(serving: Serving, port: int, say: Say) -> socket.socket | None:
+    """A socket at the address of gRPC; None if that is turned off, or if it cannot be had and was not asked for."""
+    if serving.grpc_port == "none":
+        return None
+    try:
+        if importlib.util.find_spec("grpc") is None or importlib.util.find_spec("google.protobuf") is None:
+            raise ConfigError("needs grpcio and protobuf: pip install 'falconet[serve]'")
+        try:
+            descriptors.read()
+        except descriptors.NotBuiltError as error:
+            raise ConfigError(str(error)) from None
+        following = 0 if serving.port == 0 else port + 1
+        return connections.Address(host=serving.host, port=value_or(serving.grpc_port, following % 65536)).open()
+    except ConfigError as error:
+        if serving.grpc_port != "auto":
+            raise ConfigError(f"--grpc-port: {error}") from error
+        say(f"serving over HTTP only, without gRPC: {error}")
+        return None
+
+
+def _shown(at: socket.socket) -> str:
+    host, port = at.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _lines(repository: Repository, urls: list[str], *, needs_key: bool) -> list[str]:
     """What is served where, and how a photo is sent."""
-    models = [f"serving {model.served.name} at {url}: {model.about}" for model in repository.models]
+    url, where = urls[0], " and ".join(urls)
+    models = [f"serving {model.served.name} at {where}: {model.about}" for model in repository.models]
     others = sum(each.state != "READY" for each in repository.index())
     if others:
         models.append(f"{counted(others, 'model')} not loaded; POST {url}/v2/repository/models/NAME/load loads one")
     if not repository.models:
-        models[:] = [f"serving no model yet at {url}: {models[-1] if models else 'the repository is empty'}"]
+        models[:] = [f"serving no model yet at {where}: {models[-1] if models else 'the repository is empty'}"]
     key = ' -H "X-API-Key: $KEY"' if needs_key else ""
     return [*models, f"drop photos on {url}, or: curl{key} --data-binary @photo.jpg {url}/predict; Ctrl-C stops"]
 

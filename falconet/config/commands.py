@@ -214,7 +214,7 @@ class InferOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(Command):
-    """Serve models over HTTP: photos in, class names out; also in the Open Inference Protocol, as Triton does."""
+    """Serve models over HTTP and gRPC: photos in, class names out; and the Open Inference Protocol, as Triton does."""
 
     example = "falconet serve runs/my-run --port 8000"
     arguments = ("checkpoint-input-path", "more-models")
@@ -222,7 +222,7 @@ class ServeOptions(Command):
     instead: ClassVar[Mapping[str, str]] = {"pretrained": "checkpoint-input-path"}
     common = (
         *("checkpoint-input-path", "more-models", "checkpoint", "model", "pretrained", "repository", "watch"),
-        *("host", "port", "max-batch", "max-delay", "engine", "int8", "device", "precision"),
+        *("host", "port", "grpc-port", "max-batch", "max-delay", "engine", "int8", "device", "precision"),
     )
 
     serving: Serving = field(default_factory=Serving)

@@ -738,6 +738,8 @@ class Serving:
     """Address to listen on; 0.0.0.0: all interfaces, which calls for --api-key-file and --tls-certificate."""
     port: Annotated[int, Between(0, 65535)] | Auto = local("auto")
     """Port; 0: any free one; auto: 8000, or any free one in `bench serve`."""
+    grpc_port: Annotated[int, Between(0, 65535)] | Literal["auto", "none"] = local("auto")
+    """Port of gRPC; 0: any free one; auto: the one after --port, 8001, if that can be had; none: only HTTP."""
     max_batch: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images computed at once, and the most in one request; auto: 64, or the micro-batch in `bench serve`."""
     max_delay: Annotated[float, AtLeast(0)] = 2.0

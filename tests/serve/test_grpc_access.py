@@ -8,12 +8,12 @@ import pytest
 import trustme
 
 from falconet.serve import records
-from falconet.serve.access import Keys
+from falconet.serve.access import Access, Keys
 from falconet.serve.grpc_access import Guard, credentials
 from falconet.serve.prometheus import Metrics
 from falconet.serve.telemetry import Telemetry
 from falconet.serve.tls import read_identity
-from served import LIMIT
+from served import LIMIT, running
 
 KEY = "k" * 32
 SERVICE = "inference.GRPCInferenceService"
@@ -134,3 +134,21 @@ def test_calls_are_encrypted_with_the_servers_certificate(tmp_path):
                     await call(channel, timeout=5)
 
     asyncio.run(scenario())
+
+
+def test_the_real_service_needs_a_key_and_is_counted():
+    seen = []
+    telemetry = Telemetry(Metrics(), [seen.append])
+    with (
+        running(most_bytes=1 << 20, access=Access(keys=Keys([KEY])), telemetry=telemetry) as found,
+        grpc.insecure_channel(found.grpc) as channel,
+    ):
+        ready = channel.unary_unary("/inference.GRPCInferenceService/ServerReady")
+        index = channel.unary_unary("/inference.GRPCInferenceService/RepositoryIndex")
+        assert ready(b"", timeout=LIMIT)
+        assert index(b"", timeout=LIMIT, metadata=[("x-api-key", KEY)])
+        with pytest.raises(grpc.RpcError, match="API key: required"):
+            index(b"", timeout=LIMIT)
+    text = telemetry.metrics.exposition("")[0].decode()  # after the end of all calls
+    assert [record.status for record in seen] == ["OK", "OK", "UNAUTHENTICATED"]
+    assert 'route="/inference.GRPCInferenceService/RepositoryIndex",status="UNAUTHENTICATED"} 1.0' in text

@@ -50,7 +50,7 @@ def client(authority):
 
 @pytest.fixture
 def secure(files):
-    with running(tls=read_identity(*files).context) as found:
+    with running(identity=read_identity(*files)) as found:
         yield found
 
 
@@ -104,7 +104,7 @@ def test_a_client_that_does_not_trust_the_certificate_is_not_logged(secure, clie
 
 def test_a_handshake_that_does_not_end_is_cut(monkeypatch, files, client):
     monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.3)
-    with nothing_logged(), running(tls=read_identity(*files).context) as found:
+    with nothing_logged(), running(identity=read_identity(*files)) as found:
         with connected(found.port) as silent, connected(found.port) as half:
             half.sendall(b"\x16\x03\x01")
             for stuck in (silent, half):
@@ -115,7 +115,7 @@ def test_a_handshake_that_does_not_end_is_cut(monkeypatch, files, client):
 
 def test_a_stop_waits_for_requests_and_not_for_handshakes_or_idle_clients(files, client):
     lane = Held()
-    with nothing_logged(), running(lane, tls=read_identity(*files).context) as found:
+    with nothing_logged(), running(lane, identity=read_identity(*files)) as found:
         head, body = infer(pixels(1))
         with connected(found.port), wrapped(found, client) as idle, wrapped(found, client) as asking:
             idle.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -142,7 +142,7 @@ def test_an_answer_that_is_not_taken_is_cut(monkeypatch, files, client):
     """It is larger than what the system and TLS buffer."""
     monkeypatch.setattr(connections, "ANSWER_SECONDS", 0.3)
     asked = b"GET /v2/models/stats HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000
-    with nothing_logged(), running(tls=read_identity(*files).context) as found:
+    with nothing_logged(), running(identity=read_identity(*files)) as found:
         with wrapped(found, client) as lazy:
             lazy.settimeout(LIMIT)
             with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ def test_the_command_serves_https_with_a_key_and_a_log(files, client, tmp_path):
         f" --tls-certificate {files[0]} --tls-key {files[1]} --api-key-file {keys} --access-log {log}"
     )
     with served(line) as (process, port, lines):
-        assert f" at https://127.0.0.1:{port}: " in lines[-2]
+        assert f" at https://127.0.0.1:{port}" in lines[-2]
         assert f'curl -H "X-API-Key: $KEY" --data-binary @photo.jpg https://127.0.0.1:{port}/predict' in lines[-1]
         body, headers = binary(pixels(1))
         connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=LIMIT, context=client)
