@@ -216,7 +216,7 @@ def test_the_command_serves_https_with_a_key_and_a_log(files, client, tmp_path):
         f" --tls-certificate {files[0]} --tls-key {files[1]} --api-key-file {keys} --access-log {log}"
     )
     with served(line) as (process, port, lines):
-        assert f" at https://127.0.0.1:{port}: " in lines[-2]
+        assert f" at https://127.0.0.1:{port}" in lines[-2]
         assert f'curl -H "X-API-Key: $KEY" --data-binary @photo.jpg https://127.0.0.1:{port}/predict' in lines[-1]
         body, headers = binary(pixels(1))
         connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=LIMIT, context=client)
