@@ -244,7 +244,7 @@ class BenchServeOptions(Command):
 
     example = "falconet bench serve --model resnet50 --data generated --clients 8 --request-type ASYNC --iterations 50"
     common = (
-        *("config", "model", "checkpoint-input-path", "url", "clients", "request-type", "window"),
+        *("config", "model", "checkpoint-input-path", "url", "server", "protocol", "clients", "request-type", "window"),
         *("data", "data-dir", "micro-batch-size", "iterations", "device", "precision", "check-answers", "output"),
     )
 

@@ -674,6 +674,10 @@ class Load:
     """A named config for inference (`falconet configs`) or a YAML file of options; the command line overrides it."""
     url: str | None = local(None)
     """Measure a running server, such as http://127.0.0.1:8000, instead of starting one."""
+    server: Literal["falconet", "triton", "both"] = "falconet"
+    """The server to start: Falconet's, NVIDIA's Triton with the exported model, or both, measured in turns."""
+    protocol: Literal["http", "grpc"] = "http"
+    """What the clients speak; the port of --url must be that protocol's."""
     clients: Annotated[int, AtLeast(1)] = 1
     """Processes that send requests in parallel."""
     request_type: Literal["SYNC", "ASYNC"] = "SYNC"

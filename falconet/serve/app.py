@@ -11,7 +11,7 @@ from aiohttp import web
 
 from falconet.errors import UserError
 from falconet.infer.predictor import Scores
-from falconet.serve import bodies, protocol, records, uploads
+from falconet.serve import bodies, protocol, records, site, uploads
 from falconet.serve.access import OPEN, Access, Handler
 from falconet.serve.bodies import Bytes, Memory
 from falconet.serve.classification import classify
@@ -83,6 +83,7 @@ class FrontEnd:
         app.router.add_post("/v2/repository/index", self._index)
         app.router.add_post("/v2/repository/models/{model}/load", self._load)
         app.router.add_post("/v2/repository/models/{model}/unload", self._unload)
+        site.add_routes(app)
         return app
 
     async def _metrics(self, request: web.Request) -> web.Response:

@@ -172,8 +172,9 @@ def test_grpc_follows_the_port_of_http():
         assert found.getsockname()[1] > 0
 
 
-SLOW = "--model resnet50 --image-size 128 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64"  # seconds
-SLOW += " --engine torch"
+SLOW = (  # a batch takes seconds
+    "--model resnet50 --image-size 128 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64 --engine torch"
+)
 
 
 def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():

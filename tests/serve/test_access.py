@@ -139,6 +139,15 @@ def test_the_page_and_its_files_need_no_key():
         assert not access.PAGES.fullmatch(closed)
 
 
+def test_without_a_key_exactly_the_page_its_files_and_the_probes_are_answered(locked):
+    routes = {resource.canonical for resource in locked.front.application().router.resources()}
+    plain = {route for route in routes if "{" not in route}
+    is_open = {route for route in plain if locked.request(None, method="GET", path=route)[0] != 401}
+    pages = {route for route in routes if route.startswith(("/page/", "/docs/"))}
+    assert is_open == {"/", "/docs", "/openapi.json", *OPEN, *pages}
+    assert "/page/page.js" in pages
+
+
 def test_the_page_is_open_by_its_route_not_by_how_its_address_is_spelled():
     """An address that only looks like a file of the page still needs a key."""
     with running(access=Access(keys=Keys([KEY]))) as found:
