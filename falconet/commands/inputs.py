@@ -85,7 +85,11 @@ def _load_search(command: type[Options], line: Sequence[Setting]) -> Loaded[Opti
 
 
 def require_package(name: str, *, extra: str) -> None:
-    if importlib.util.find_spec(name) is None:
+    try:
+        is_there = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package that should contain it
+        is_there = False
+    if not is_there:
         raise ConfigError(f"needs {name}, which is not installed: pip install 'falconet[{extra}]'")
 
 
@@ -105,6 +109,9 @@ def check(options: Any) -> None:
         require_folder(options.upload.source, "a run folder")
     elif isinstance(options, commands.ServeOptions):
         require_package("aiohttp", extra="serve")
+        require_package("prometheus_client", extra="serve")
+        if options.telemetry.opentelemetry:
+            require_package("opentelemetry.exporter.otlp.proto.http", extra="telemetry")
     elif isinstance(options, commands.PredictOptions):
         _check_predicted(options)
     elif isinstance(options, commands.ExportOptions):

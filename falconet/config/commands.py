@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from falconet.config.options import (
+    Access,
     Augmentation,
     Average,
     Averaging,
@@ -37,6 +38,7 @@ from falconet.config.options import (
     Search,
     Serving,
     Table,
+    Telemetry,
     Training,
     Upload,
     Validation,
@@ -225,6 +227,8 @@ class ServeOptions(Command):
 
     serving: Serving = field(default_factory=Serving)
     models: Models = field(default_factory=Models)
+    access: Access = field(default_factory=Access)
+    telemetry: Telemetry = field(default_factory=Telemetry)
     input: Input = field(default_factory=Input)
     choice: Choice = field(default_factory=Choice)
     pretrained: Pretrained = field(default_factory=Pretrained)

@@ -739,7 +739,7 @@ class Serving:
     """The address, and how requests are batched."""
 
     host: str = local("127.0.0.1")
-    """Address to listen on; 0.0.0.0: all interfaces. There is no password and no encryption."""
+    """Address to listen on; 0.0.0.0: all interfaces, which calls for --api-key-file and --tls-certificate."""
     port: Annotated[int, Between(0, 65535)] | Auto = local("auto")
     """Port; 0: any free one; auto: 8000, or any free one in `bench serve`."""
     grpc_port: Annotated[int, Between(0, 65535)] | Literal["auto", "none"] = local("auto")
@@ -774,6 +774,32 @@ class Models:
     """Folder of runs that clients may load and unload by name, besides those that are served from the start."""
     watch: bool = local(False)
     """Serve a better checkpoint of a run as soon as there is one, without losing a request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Who may send requests, and how they are protected on their way."""
+
+    api_key_file: Path | None = local(None)
+    """File of keys, one per line, of which each request needs one; also the environment variable FALCONET_API_KEY."""
+    tls_certificate: Path | None = local(None)
+    """PEM file with the server's certificate and those of its issuers; HTTPS and encrypted gRPC from then on."""
+    tls_key: Path | None = local(None)
+    """PEM file with the key of --tls-certificate, not encrypted."""
+    allowed_host: tuple[str, ...] = local(())
+    """Names that clients may call the server by; on a loopback address, besides its own. Default elsewhere: any."""
+    cors_origin: tuple[str, ...] = local(())
+    """Web pages that may send requests from a browser, such as https://example.org; *: any. Default: its own page."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Telemetry:
+    """What the server reports about requests, besides the metrics at /metrics."""
+
+    access_log: Path | None = local(None)
+    """File to append a line of JSON per request to, made anew after a rotation; -: stdout."""
+    opentelemetry: bool = local(False)
+    """Send a trace of each request to the collector that the environment variables OTEL_* name."""
 
 
 @dataclass(frozen=True, kw_only=True)
