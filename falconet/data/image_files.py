@@ -91,20 +91,20 @@ def open_rgb(file: Path | BinaryIO) -> Image.Image:
     Like torchvision's and timm's loaders: the first frame, alpha dropped, palettes and CMYK converted by Pillow, EXIF
     orientation ignored. Unlike them, 16-bit grey keeps its range (divided by 256) instead of being clipped.
     """
-    return _read(file, to_rgb)
+    return read_image(file, to_rgb)
 
 
 def read_size(file: Path | BinaryIO) -> tuple[int, int]:
     """Width and height by the header alone, or UnreadableImageError."""
-    return _read(file, lambda image: image.size)
+    return read_image(file, lambda image: image.size)
 
 
-def _read(file: Path | BinaryIO, use: Callable[[Image.Image], T]) -> T:
+def read_image(file: Path | BinaryIO, use: Callable[[Image.Image], T]) -> T:
     """What `use` makes of an opened image; UnreadableImageError whatever is wrong with it."""
     if isinstance(file, Path):
         try:
             with open_regular(file) as opened:
-                return _read(opened, use)
+                return read_image(opened, use)
         except OSError as error:
             raise UnreadableImageError(_os_reason(error)) from None
     try:
