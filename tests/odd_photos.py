@@ -47,14 +47,14 @@ def large_jpeg(seed: int) -> bytes:
     return data
 
 
-def bomb(width: int, height: int) -> bytes:
-    """A whole PNG file that says it has so many pixels."""
+def png(width: int, height: int, *, bits: int = 8, rows: bytes = b"\0") -> bytes:
+    """A PNG file whose header says so, whatever its rows are."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+    head = struct.pack(">IIBBBBB", width, height, bits, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 def garbled(data: bytes) -> bytes:
@@ -100,7 +100,7 @@ def build(root: Path) -> Path:
         "val/dog/cut.jpg": large_jpeg(2)[:CUT],
         "train/dog/empty.jpg": b"",
         "train/dog/page.jpg": b"<!doctype html><title>404 Not Found</title>",
-        "train/dog/bomb.png": bomb(20_000, 20_000),
+        "train/dog/bomb.png": png(20_000, 20_000),
         "train/cat/garbled.jpg": garbled(encoded(photo(5, width=300, height=200), quality=95)),
         "train/cat/really.png": encoded(photo(6, width=200)),
         "train/cat/cmyk.jpg": encoded(photo(7, width=200).convert("CMYK")),

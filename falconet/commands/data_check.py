@@ -65,7 +65,9 @@ def _photos(options: DataCheck) -> Photos:
     division = Division(options.val_fraction, options.seed)
     if options.source.is_dir() and layout.is_flat(options.source):  # without classes, photos can be checked as well
         splits = layout.unlabelled(options.source, classes=1)
-        splits = replace(splits, validation=splits.validation.subset(np.zeros(0, np.int64)))
+        none = np.zeros(0, np.int64)
+        train = replace(splits.train, labels=np.zeros(len(splits.train), np.int64), class_names=("no class",))
+        splits = replace(splits, train=train, validation=train.subset(none))
     else:
         splits = layout.survey(options.source, division, tfrecord.USUAL)
     assert not isinstance(splits.train, ArraySource)
