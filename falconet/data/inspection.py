@@ -21,7 +21,7 @@ from PIL import ExifTags, Image
 from falconet.data import native
 from falconet.data.fingerprints import SIDE, Fingerprints, fingerprints
 from falconet.data.headers import MISSING, Looked, look
-from falconet.data.image_files import DAMAGE, UnreadableImageError, open_regular, open_rgb, read_image
+from falconet.data.image_files import DAMAGE, UnreadableImageError, open_regular, open_rgb, use_image
 from falconet.data.keyed import IntArray
 from falconet.data.native.binding import MOST_PIXELS, SizeArray, State, Status, Workspace
 from falconet.data.readers import Opener, opener
@@ -284,7 +284,7 @@ class _Facts(NamedTuple):
 def _note_facts(file: BinaryIO, name: str, row: int, seen: Seen) -> None:
     """Note what the header of a photo says that can be decoded; what Pillow cannot tell is not noted."""
     try:
-        facts = read_image(file, lambda image: _facts(image, file))
+        facts = use_image(file, lambda image: _facts(image, file))
     except UnreadableImageError:
         return
     if not _is_named(name, facts.format):

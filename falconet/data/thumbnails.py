@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from PIL import Image, ImageFile, ImageOps
 
-from falconet.data.image_files import DAMAGE, UnreadableImageError, read_image, to_rgb
+from falconet.data.image_files import DAMAGE, UnreadableImageError, use_image, to_rgb
 from falconet.data.storage import PhotoSource
 
 SIDE = 168  # pixels of the longer side: 84 on a screen of two pixels per point
@@ -17,7 +17,7 @@ def thumbnail(source: PhotoSource, number: int) -> bytes | None:
     """A photo as training sees it, as a JPEG; of a broken one what can be decoded, None: nothing."""
     try:
         with _broken_allowed():
-            return read_image(source.opened(number), lambda image: _encoded(_shrunk(image)))
+            return use_image(source.opened(number), lambda image: _encoded(_shrunk(image)))
     except (UnreadableImageError, OSError):
         return None
 
@@ -25,7 +25,7 @@ def thumbnail(source: PhotoSource, number: int) -> bytes | None:
 def upright(source: PhotoSource, number: int) -> bytes | None:
     """A photo as viewers show it, turned by its EXIF tag."""
     try:
-        return read_image(source.opened(number), lambda image: _encoded(ImageOps.exif_transpose(_shrunk(image))))
+        return use_image(source.opened(number), lambda image: _encoded(ImageOps.exif_transpose(_shrunk(image))))
     except (UnreadableImageError, OSError, *DAMAGE):
         return None
 

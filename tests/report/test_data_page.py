@@ -1,30 +1,20 @@
 """The page of `falconet data check` in a browser: no errors, no requests, names are text, all of it fits a phone."""
 
-import os
-import shutil
-
 import pytest
-from playwright.sync_api import sync_playwright
 
+import browsing
 import layouts
 import odd_photos
 from falconet.report.data_page import Page, Picture, Section, Tile, rendered
 from served import LIMIT
 
-ARGUMENTS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
 EVIL = "\"'><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>&amp;.jpg"
 
 
 @pytest.fixture(scope="module")
 def browser():
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        missing = "there is no Chromium; apt-get install --no-install-recommends chromium"
-        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(missing)
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=found, args=ARGUMENTS.split(), timeout=1000 * LIMIT)
+    with browsing.chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture
