@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from PIL import Image, ImageFile, ImageOps
 
-from falconet.data.image_files import DAMAGE, UnreadableImageError, use_image, to_rgb
+from falconet.data.image_files import DAMAGE, UnreadableImageError, to_rgb, use_image
 from falconet.data.storage import PhotoSource
 
 SIDE = 168  # pixels of the longer side: 84 on a screen of two pixels per point
