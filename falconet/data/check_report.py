@@ -105,7 +105,8 @@ def lines(checked: Checked) -> list[str]:
         rows.append((_title(each), f"{len(each.names):,}", _some(each.names)))
     first = [_head(checked), _pace(checked)]
     if not rows:
-        return [*first, "nothing found: every photo is whole, usual and there once", *_remaining(checked)]
+        fine = "nothing found" if checked.is_partial else "nothing found: every photo is whole, usual and there once"
+        return [*first, fine, *_remaining(checked)]
     wide, narrow = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
     return [
         *first,

@@ -248,8 +248,11 @@ def _copies(photos: Photos, seen: Inspection, most_bits: int) -> Iterator[Copies
     usable = np.flatnonzero((seen.marks & Mark.CHECKED != 0) & (seen.marks & Mark.BROKEN == 0))
     words = seen.digests[usable].view([("", np.uint64)] * 2).ravel()
     order = np.argsort(words, kind="stable")
-    changes = np.flatnonzero(words[order][1:] != words[order][:-1]) + 1
-    equal = {int(usable[own[0]]): usable[own] for own in np.split(order, changes) if len(own) > 1}
+    starts = np.flatnonzero(np.r_[True, words[order][1:] != words[order][:-1]][: len(order)])
+    lengths = np.diff(np.r_[starts, len(order)])
+    several = lengths > 1  # few, as a rule: a million photos are not taken one by one
+    spans = zip(starts[several].tolist(), lengths[several].tolist(), strict=True)
+    equal = {int(usable[order[at]]): usable[order[at : at + length]] for at, length in spans}
     for first in sorted(equal):
         yield Copies(True, tuple(photos.photo(number) for number in equal[first].tolist()))
     others = np.concatenate([np.zeros(0, np.int64), *(same[1:] for same in equal.values())])
