@@ -749,7 +749,7 @@ class Serving:
     """Port of gRPC; 0: any free one; auto: the one after --port, 8001, if that can be had; none: only HTTP."""
     max_batch: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images computed at once, and the most in one request; auto: 64, or the micro-batch in `bench serve`."""
-    max_delay: Annotated[float, AtLeast(0)] = 2.0
+    max_delay: Annotated[float, AtLeast(0)] = 0.0
     """Milliseconds that a request may wait for others to join it while the device is free."""
     max_queue: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images that may wait; further requests are refused with status 429; auto: 16 x --max-batch."""
