@@ -16,6 +16,7 @@ from falconet.config.options import (
     Copies,
     Data,
     DataBench,
+    DataCheck,
     Doctor,
     Export,
     FineTuning,
@@ -325,6 +326,17 @@ class PackOptions(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataCheckOptions(Command):
+    """Decode every photo and report broken and unusual ones, copies, and badly divided classes."""
+
+    example = "falconet data check photos --html check.html --exclude-list broken.txt"
+    arguments = ("source",)
+    common = ("source", "html", "json", "output", "exclude-list", "exclude-duplicates", "smallest-side", "workers")
+
+    check: DataCheck = field(default_factory=DataCheck)
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Command):
     """Check every image of packed shards against its checksum."""
 
@@ -371,6 +383,7 @@ COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "serve": ServeOptions,
     "bench serve": BenchServeOptions,
     "doctor": DoctorOptions,
+    "data check": DataCheckOptions,
     "data bench": DataBenchOptions,
     "data pack": PackOptions,
     "data verify": VerifyOptions,

@@ -98,6 +98,9 @@ class Data:
     """Fraction of the short side that validation's centre crop keeps; --pretrained sets that of its weights."""
     dataset_cache: bool = False
     """Cache validation images decoded and training photos encoded, each in up to a quarter of the free memory."""
+    # Only read, a regular file, and part of what is trained on; it can leave photos out and nothing else.
+    exclude_list: Path | None = portable(None)
+    """File that lists photos to leave out, one path per line; `falconet data check` writes it."""
     check_images: Literal["auto", "yes", "no"] = "auto"
     """Read the header of every photo file before training, once; auto: with --data folder."""
     bad_images_allowed: str = "auto"
@@ -857,7 +860,7 @@ class Doctor:
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """What is packed, and how."""
+    """What is packed, what is left out, and how."""
 
     source: Path | None = local(None)
     """Folder with train/ and val/, each with one folder per class; also the command's first argument."""
@@ -867,6 +870,40 @@ class Pack:
     """Images per shard; 2,048 ImageNet photos are 220 MB."""
     resize: Annotated[int, AtLeast(1)] | None = None
     """Lossy: shrink photos to this short side in pixels and re-encode them at quality 90."""
+    exclude_list: Path | None = local(None)
+    """File that lists photos to leave out, one path per line; `falconet data check` writes it."""
+    workers: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Threads; auto: one per core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCheck:
+    """What is checked, what is worth a remark, and what is written."""
+
+    source: Path | None = local(None)
+    """Folder of photos, or a table, in any layout that training reads; also the command's first argument."""
+    output: Path | Auto = local("auto")
+    """File that lists every finding, one per line; auto: NAME-check.txt here, where NAME is the folder's."""
+    json: Path | None = local(None)
+    """Also write the findings as JSON."""
+    html: Path | None = local(None)
+    """Also write them as a page with small pictures, one file that needs no network."""
+    exclude_list: Path | None = local(None)
+    """Also write the broken photos as a list that `train --exclude-list` leaves out."""
+    exclude_duplicates: Literal["none", "exact", "near"] = "none"
+    """Add copies to that list: training photos that are also validated on, or in training before; exact or near."""
+    near_bits: Annotated[int, Between(0, 80)] = 60
+    """Bits of 256 in which the fingerprints of near copies may differ; different photos differ in 78 or more."""
+    smallest_side: Annotated[int, AtLeast(1)] = 32
+    """Remark on photos with a side of fewer pixels."""
+    largest_megapixels: Annotated[float, MoreThan(0)] = 50.0
+    """Remark on photos of more megapixels."""
+    largest_ratio: Annotated[float, AtLeast(1)] = 4.0
+    """Remark on photos of which one side is longer than this many times the other."""
+    val_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2
+    """As in training: fraction of each class that validates if the photos are not split."""
+    seed: Annotated[int, Between(0, 2**32 - 1)] = 0
+    """As in training: seed of that split."""
     workers: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Threads; auto: one per core."""
 
