@@ -37,34 +37,19 @@ WATCH_SECONDS = 2.0  # between two looks for newer checkpoints
 
 def run(loaded: Loaded[ServeOptions]) -> int:
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it would log what is wrong with a client's photo
-    screen, serving = Screen(), loaded.options.serving
+    screen, options = Screen(), loaded.options
+    serving, may_load = options.serving, options.models.repository is not None
     address = connections.Address(host=serving.host, port=value_or(serving.port, PORT))
-    allowed, metrics = access.from_options(loaded.options.access, host=serving.host), Metrics()
-    identity = tls.read_identity(loaded.options.access.tls_certificate, loaded.options.access.tls_key)
+    allowed, metrics = access.from_options(options.access, host=serving.host), Metrics()
+    identity = tls.read_identity(options.access.tls_certificate, options.access.tls_key)
     with contextlib.ExitStack() as held:
         listening = held.enter_context(address.open())  # first, because a mistake here is found at once
         reserved = _reserve(serving, listening.getsockname()[1], screen.line)
         if reserved is not None:
             held.enter_context(reserved)
-        following = held.enter_context(telemetry.from_options(loaded.options.telemetry, metrics, screen.line))
-        runs = ServedRuns(loaded, PhotoDecoder(most_bytes=serving.max_body << 20), screen.line)
-
-        def policy(served: Served) -> Policy:
-            most = value_or(serving.max_queue, WAITING_BATCHES * served.max_batch)
-            memory.require(4 * served.most_bytes)
-            return Policy(
-                max_batch=served.max_batch,
-                max_delay=serving.max_delay / 1000,
-                max_queue=max(most, served.max_batch),
-            )
-
+        following = held.enter_context(telemetry.from_options(options.telemetry, metrics, screen.line))
         memory = Memory(max(MEMORY, 4 * (serving.max_body << 20)))
-        repository = Repository(
-            sources=runs.known, policy=policy, preferred=next(iter(runs.first), None), executed=metrics.add_batch
-        )
-        for name, source in runs.first.items():
-            repository.adopt(name, source.open())
-        may_load, models = loaded.options.models.repository is not None, repository.models
+        repository = _repository(loaded, memory, metrics, screen.line)
         front = FrontEnd(
             repository,
             memory=memory,
@@ -74,30 +59,38 @@ def run(loaded: Loaded[ServeOptions]) -> int:
             access=allowed,
             telemetry=following,
         )
+        end = "" if identity is None else "s"
+        urls = [f"http{end}://{_shown(listening)}", *([f"grpc{end}://{_shown(reserved)}"] if reserved else [])]
+        lines = [
+            *_exposed(serving.host, allowed, identity),
+            *_lines(repository, urls, needs_key=allowed.keys is not None),
+        ]
 
         async def serve() -> Stopped:
-            if reserved is None:
-                return await serve_http([])
-            from falconet.serve import grpc_access, grpc_service  # need grpcio, which may be missing
+            async with contextlib.AsyncExitStack() as running:
+                drains: list[Drain] = []
+                if reserved is not None:
+                    from falconet.serve import grpc_access, grpc_service  # need grpcio, which may be missing
 
-            security = grpc_service.Security(
-                credentials=None if identity is None else grpc_access.credentials(identity),
-                interceptors=[grpc_access.Guard(allowed.keys, following)],
-            )
-            service = grpc_service.GrpcService(
-                repository, memory=memory, seconds=serving.request_timeout, may_load=may_load
-            )
-            most = max([serving.max_body << 20 if may_load else 0, *(each.served.most_bytes for each in models)])
-            async with grpc_service.answering(
-                service, reserved, most_bytes=most, drain_seconds=serving.drain_timeout, security=security
-            ) as drain:
-                return await serve_http([drain])
-
-        async def serve_http(drains: list[Drain]) -> Stopped:
-            watching = asyncio.ensure_future(repository.watch(seconds=WATCH_SECONDS, say=screen.line))
-            if not loaded.options.models.watch:
-                watching.cancel()
-            try:
+                    security = grpc_service.Security(
+                        credentials=None if identity is None else grpc_access.credentials(identity),
+                        interceptors=[grpc_access.Guard(allowed.keys, following)],
+                    )
+                    service = grpc_service.GrpcService(
+                        repository, memory=memory, seconds=serving.request_timeout, may_load=may_load
+                    )
+                    bodies = [each.served.most_bytes for each in repository.models]
+                    calls = grpc_service.answering(
+                        service,
+                        reserved,
+                        most_bytes=max([serving.max_body << 20 if may_load else 0, *bodies]),
+                        drain_seconds=serving.drain_timeout,
+                        security=security,
+                    )
+                    drains.append(await running.enter_async_context(calls))
+                if options.models.watch:
+                    watching = asyncio.ensure_future(repository.watch(seconds=WATCH_SECONDS, say=screen.line))
+                    running.callback(watching.cancel)
                 return await connections.serve(
                     front,
                     listening,
@@ -106,15 +99,7 @@ def run(loaded: Loaded[ServeOptions]) -> int:
                     tls=None if identity is None else identity.context,
                     drains=drains,
                 )
-            finally:
-                watching.cancel()
 
-        end = "" if identity is None else "s"
-        urls = [f"http{end}://{_shown(listening)}", *([f"grpc{end}://{_shown(reserved)}"] if reserved else [])]
-        lines = [
-            *_exposed(serving.host, allowed, identity),
-            *_lines(repository, urls, needs_key=allowed.keys is not None),
-        ]
         gc.freeze()  # else each full collection looks at all of torch's objects, and stops every thread meanwhile
         try:
             code, cut = asyncio.run(serve())
@@ -132,6 +117,26 @@ def run(loaded: Loaded[ServeOptions]) -> int:
         if cut:
             exits.now(code)  # not after a batch that is still being computed, perhaps for ever by a broken device
         return code
+
+
+def _repository(loaded: Loaded[ServeOptions], memory: Memory, metrics: Metrics, say: Say) -> Repository:
+    """The models of the line, loaded."""
+    serving = loaded.options.serving
+    runs = ServedRuns(loaded, PhotoDecoder(most_bytes=serving.max_body << 20), say)
+
+    def policy(served: Served) -> Policy:
+        most = value_or(serving.max_queue, WAITING_BATCHES * served.max_batch)
+        memory.require(4 * served.most_bytes)
+        return Policy(
+            max_batch=served.max_batch, max_delay=serving.max_delay / 1000, max_queue=max(most, served.max_batch)
+        )
+
+    found = Repository(
+        sources=runs.known, policy=policy, preferred=next(iter(runs.first), None), executed=metrics.add_batch
+    )
+    for name, source in runs.first.items():
+        found.adopt(name, source.open())
+    return found
 
 
 def _exposed(host: str, allowed: Access, identity: Identity | None) -> list[str]:
