@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -139,6 +140,8 @@ def _started(argv: Sequence[str], protocol: Literal["http", "grpc"]) -> Iterator
         stdin=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        # Clients have no key.
+        env={name: value for name, value in os.environ.items() if name != "FALCONET_API_KEY"},
     )
     assert process.stdout is not None
     reader = threading.Thread(target=lambda: None)

@@ -156,8 +156,9 @@ def _check_name(name: str) -> None:
     if not name.startswith(TIMM_PREFIX):
         # resnet20 means resnet20-cifar, though resnet50 is nearer by spelling.
         longer = [each for each in names() if each.startswith(name)]
-        with_prefix = [TIMM_PREFIX + name] if name in known else []
-        raise ConfigError(f"'{name}' is not a model{did_you_mean(name, longer or [*names(), *with_prefix])}")
+        if name in known and name.replace("_", "-") not in names():
+            longer = [TIMM_PREFIX + name]
+        raise ConfigError(f"'{name}' is not a model{did_you_mean(name, longer or names())}")
     if name.removeprefix(TIMM_PREFIX) not in known:
         # Sorted, so that of two equally near names the suggestion is always the same one.
         spellings = sorted((TIMM_PREFIX + each for each in known), key=lambda each: (len(each), each))

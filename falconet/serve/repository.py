@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -13,8 +14,8 @@ import numpy.typing as npt
 from falconet.errors import SHORTAGES, DeviceError, UserError, did_you_mean, memory_shortage
 from falconet.infer.predictor import Execute, Pixels
 from falconet.report.console import Say
-from falconet.serve import protocol
-from falconet.serve.batching import Batcher, Computed, Counts, Policy
+from falconet.serve import protocol, records
+from falconet.serve.batching import Batcher, Computed, Counts, Executed, Policy
 from falconet.serve.protocol import Served
 from falconet.serve.refusals import RequestError, UnavailableError, UnknownModelError
 
@@ -54,10 +55,10 @@ class Listed(NamedTuple):
 class Model:
     """A version of a model that answers requests until it is retired."""
 
-    def __init__(self, opened: Opened, policy: Policy) -> None:
+    def __init__(self, opened: Opened, policy: Policy, executed: Executed = lambda *_: None) -> None:
         self.served, self.decode = opened.served, opened.decode
         self.stamp, self.about = opened.stamp, opened.about
-        self.batcher = Batcher(opened.lanes, policy)
+        self.batcher = Batcher(opened.lanes, policy, executed)
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -72,6 +73,7 @@ class Model:
         """Inside the context, the model stays, even if a newer version takes its name."""
         self._users += 1
         self._unused.clear()
+        records.note_model(self.served.name, self.served.version)
         try:
             yield self
         finally:
@@ -81,7 +83,9 @@ class Model:
 
     async def computed(self, images: Pixels, *, deadline: float | None = None) -> Computed:
         """The scores of 1 to `max_batch` images."""
-        return await self.batcher.submit(images, deadline=deadline)
+        found = await self.batcher.submit(images, deadline=deadline)
+        records.note_computed(len(images), queued=found.queued, computed=found.computed)
+        return found
 
     def configuration(self) -> dict[str, object]:
         """As Triton has it."""
@@ -104,6 +108,7 @@ class Repository:
     sources: Callable[[], Mapping[str, Source]]
     policy: Callable[[Served], Policy]
     preferred: str | None = None  # the model of requests that name none
+    executed: Callable[[str, int, float], None] = lambda *_: None  # is told of each batch: model, images, seconds
     _models: dict[str, Model] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)  # by name: why it could not be loaded, or swapped
     _opening: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: each takes memory and all cores
@@ -188,7 +193,7 @@ class Repository:
 
     def adopt(self, name: str, opened: Opened) -> None:
         """Answer requests for this name with what was opened from now on."""
-        self._models[name] = Model(opened, self.policy(opened.served))
+        self._models[name] = Model(opened, self.policy(opened.served), partial(self.executed, name))
 
     async def unload(self, name: str) -> None:
         """Take no further requests for a model, and close it after those in progress."""

@@ -174,6 +174,7 @@ MISTAKES = {
     "efficientnet_b3": "'efficientnet_b3' is not a model; did you mean 'efficientnet-b3'?",
     "resnet20": "'resnet20' is not a model; did you mean 'resnet20-cifar'?",
     "convnext_tiny": "'convnext_tiny' is not a model; did you mean 'timm:convnext_tiny'?",
+    "tf_efficientnet_lite0": "'tf_efficientnet_lite0' is not a model; did you mean 'timm:tf_efficientnet_lite0'?",
     "xyz": "'xyz' is not a model",
     "timm:resnet5O": "'timm:resnet5O' is not a model of timm; did you mean 'timm:resnet50'?",
     "timm:resnext": "'timm:resnext' is not a model of timm; did you mean 'timm:resnext26ts'?",
