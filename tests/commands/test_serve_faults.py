@@ -331,3 +331,15 @@ def test_no_request_is_lost_while_converted_models_are_swapped(falconet, tmp_pat
     assert sorted(seen) == ["1", "2", "3"]
     assert len({tuple(np.round(each, 6)) for each in seen.values()}) == 3
     assert sum("converting " in line for line in lines) == 2
+
+
+def test_a_full_disk_of_the_access_log_does_not_stop_answers(tmp_path):
+    log = tmp_path / "disk" / "access.jsonl"
+    how = f"--model resnet8-cifar --image-size {SIDE} --classes 5 {TORCH} --access-log {log}"
+    with full_disk(log.parent, 4096), served(how) as (process, port, _):
+        for number in range(100):  # of about 200 bytes each
+            assert len(scores(port, "resnet8-cifar", seed=number)[1]) == 5
+        whole = log.read_text().rpartition("\n")[0]  # the rest of the last line follows when there is room
+        written = [json.loads(line) for line in whole.splitlines()]
+        assert 1 <= len(written) < 100
+        stopped(process, Said(process))

@@ -1,5 +1,6 @@
 """The application over real connections: right answers, one line for bad requests, and limits on memory."""
 
+import base64
 import concurrent.futures
 import contextlib
 import http.client
@@ -238,3 +239,15 @@ def test_long_json_is_parsed_one_at_a_time(monkeypatch):
     with running() as found, concurrent.futures.ThreadPoolExecutor(4) as threads:
         assert {answer[0] for answer in threads.map(found.request, [body] * 4)} == {400}
     assert overlapped == [False] * 4
+
+
+def test_a_request_of_more_photos_than_may_wait_is_answered():
+    images = [pixels(1, seed=number)[0].transpose(1, 2, 0).copy() for number in range(50)]
+    coded = [base64.b64encode(image.tobytes()).decode() for image in images]
+    with running(max_batch=4, max_queue=8) as found:
+        status, _, answer = found.request(json.dumps({"images": coded}).encode(), path="/predict")
+        alone = found.request(json.dumps({"images": coded[-1:]}).encode(), path="/predict")[2]
+    assert status == 200, answer
+    labels = [each["label"] for each in json.loads(answer)["predictions"]]
+    assert len(labels) == 50
+    assert labels[-1] == json.loads(alone)["predictions"][0]["label"]

@@ -9,8 +9,9 @@ import threading
 import numpy as np
 import pytest
 
-from falconet.errors import CheckpointError
+from falconet.errors import CheckpointError, DeviceError
 from falconet.serve import app, connections
+from falconet.serve import repository as repositories
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
 from falconet.serve.refusals import RequestError, UnavailableError, UnknownModelError
@@ -105,6 +106,74 @@ def test_requests_in_progress_end_with_the_version_that_they_began_with():
 
     counts = in_loop(scenario())
     assert (counts.requests, counts.images, counts.dropped) == (2, 2, 0)  # the retired model's are counted, too
+
+
+def test_a_long_name_is_refused_without_a_search_for_similar_ones(monkeypatch):
+    searched = []
+    monkeypatch.setattr(repositories, "did_you_mean", lambda name, _: searched.append(name) or "")
+    with pytest.raises(UnknownModelError, match=r"^there is no model 'b{80}'; this server has 'birds'$"):
+        repository(Weights("birds")).find("b" * 4_000_000)
+    assert [len(name) for name in searched] == [80]  # characters; a search in 4,000,000 takes half a second
+
+
+def test_a_model_without_room_in_memory_is_named_and_the_older_one_stays(monkeypatch):
+    birds = Weights("birds")
+
+    async def scenario():
+        found = repository(birds)
+        birds.version = 2
+        monkeypatch.setattr(birds, "open", lambda: bytearray(1 << 60))
+        with pytest.raises(DeviceError, match=r"^out of memory on the host; fewer models, "):
+            await found.load("birds")
+        return await answered(found), found.index()[0].reason
+
+    assert in_loop(scenario()) == (1, "out of memory on the host; fewer models, or a smaller --max-batch, need less")
+
+
+def test_a_load_goes_on_when_its_client_leaves_and_only_one_at_a_time():
+    birds, go, opening, most = Weights("birds"), threading.Event(), [], []
+
+    def slowly(opened=birds.open):
+        opening.append(1)
+        most.append(len(opening))
+        assert go.wait(LIMIT)
+        opening.pop()
+        return opened()
+
+    async def scenario():
+        found = repository(birds)
+        birds.version, birds.open = 2, slowly
+        for _ in range(5):
+            leaving = asyncio.create_task(found.load("birds"))
+            await asyncio.sleep(0.01)
+            leaving.cancel()
+        go.set()
+        while await answered(found) != 2:
+            await asyncio.sleep(0.001)
+
+    in_loop(scenario())
+    assert set(most) == {1}
+
+
+def test_a_run_that_vanishes_as_it_is_opened_does_not_end_the_watching():
+    birds, said, gone = Weights("birds", 1), [], []
+
+    async def scenario():
+        found = repository(birds)
+        known = found.sources
+        found.sources = lambda: {} if gone and gone.pop() else known()
+        watching = asyncio.create_task(found.watch(seconds=0.001, say=said.append))
+        gone[:] = [True, False]  # it is there for the first look, and not for the second
+        birds.version = 2
+        while not said:
+            await asyncio.sleep(0.001)
+        birds.version = 3
+        while await answered(found) != 3:
+            await asyncio.sleep(0.001)
+        watching.cancel()
+
+    in_loop(scenario())
+    assert said[0] == "birds: stays at version 1: is gone"
 
 
 def test_a_model_that_is_used_is_not_closed():
