@@ -165,6 +165,11 @@ class Screen:
             self.line("stdout was closed; continuing on stderr")
             self.line(text)
 
+    @property
+    def is_drawable(self) -> bool:
+        """Whether a drawing of characters is seen: on a terminal that has them; a log keeps numbers only."""
+        return self.console.is_terminal and not self.console.is_dumb_terminal and self.console.encoding == "utf-8"
+
     def begin(self, *, total: int, done: int, images: int, heartbeat: float | None) -> None:
         """Show a run of `total` updates with `images` each.
 
