@@ -19,7 +19,17 @@ from falconet.report.console import counted
 from falconet.report.curves import Chart, charts_of, columns_in, csv_lines, epoch_rows, short
 from falconet.report.epochs import in_short, span
 from falconet.report.page_parts import Cell, Column, details, examples, facts, inert, reliability, table, tiles
-from falconet.report.run_files import REPORT, RESULTS, Answers, RunFiles, State, number, read_run
+from falconet.report.run_files import (
+    DEFAULT,
+    REPORT,
+    RESULTS,
+    Answers,
+    RunFiles,
+    State,
+    Stated,
+    number,
+    read_run,
+)
 
 MOST_ROWS = 1000  # epochs in the table
 MOST_CELLS = 60_000  # of a confusion matrix, the largest: about 700 kB
@@ -219,8 +229,19 @@ def _headline(run: RunFiles) -> str:
 def differences(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
     """The options that differ, with the value in each run."""
     names = list(dict.fromkeys(name for run in runs for name in run.options))
-    found = {name: [run.options[name].value if name in run.options else "-" for run in runs] for name in names}
-    return {name: values for name, values in found.items() if len(set(values)) > 1}
+    stated = {name: [run.options.get(name) for run in runs] for name in names}
+    return {
+        name: ["-" if each is None else each.value for each in values]
+        for name, values in stated.items()
+        if _differ(values)
+    }
+
+
+def _differ(values: Sequence[Stated | None]) -> bool:
+    """Whether runs differ in an option; one that an older run does not know has its default there."""
+    known = [each for each in values if each is not None]
+    is_set = len(known) < len(values) and any(each.source != DEFAULT for each in known)
+    return len({each.value for each in known}) > 1 or is_set
 
 
 def _comparison(runs: Sequence[RunFiles]) -> str:
@@ -237,10 +258,8 @@ def _comparison(runs: Sequence[RunFiles]) -> str:
         table("Options that differ", columns, changed, sorts=False) if changed else "<p>All options are the same.</p>"
     )
     classes = {tuple(each.name for each in run.answers.classes) for run in runs if run.answers}
-    counts = " and ".join(str(len(each)) for each in sorted(classes, key=len))
     note = (
-        f'<aside class="notes"><p>The runs have different classes ({inert(counts)}): their accuracies cannot be'
-        " compared.</p></aside>"
+        '<aside class="notes"><p>The runs have different classes: their accuracies cannot be compared.</p></aside>'
         if len(classes) > 1
         else ""
     )
@@ -256,7 +275,7 @@ def _comparison(runs: Sequence[RunFiles]) -> str:
 def _curves(runs: Sequence[RunFiles], charts: Sequence[Chart]) -> str:
     if not charts:
         return '<section id="curves"><h2>Curves</h2><p>There are no log points yet.</p></section>'
-    drawn = "".join(_figure(chart) for chart in charts)
+    drawn = "".join(_figure(chart, several=len(runs) > 1) for chart in charts)
     tables = "".join(
         details("Every epoch in numbers" + (f": {run.name}" if len(runs) > 1 else ""), _epoch_table(run))
         for run in runs
@@ -266,7 +285,8 @@ def _curves(runs: Sequence[RunFiles], charts: Sequence[Chart]) -> str:
     return f'<section id="curves"><h2>Curves</h2><div class="charts">{drawn}</div>{times}{tables}</section>'
 
 
-def _figure(chart: Chart) -> str:
+def _figure(chart: Chart, *, several: bool) -> str:
+    words = details("In words", inert(chart.summary)) if several else inert(chart.summary)
     log = (
         f'<button type="button" class="log" aria-pressed="false" data-chart="{chart.key}">log scale</button>'
         if chart.can_be_log
@@ -276,7 +296,7 @@ def _figure(chart: Chart) -> str:
         f'<figure class="chart"><div class="title"><h3>{inert(chart.title)}</h3>{log}</div>'
         f'<div class="plot" id="chart-{chart.key}" tabindex="0" role="img"'
         f' aria-label="{inert(chart.title)}. {inert(chart.summary)}"></div>'
-        f"<figcaption>{inert(chart.summary)}</figcaption></figure>"
+        f"<figcaption>{words}</figcaption></figure>"
     )
 
 

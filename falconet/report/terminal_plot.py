@@ -50,12 +50,17 @@ def _plot(title: str, curves: Sequence[Points], *, is_log: bool) -> list[str]:
             if number == 0 or x % 3 == 0:  # the second curve is dotted, so that no colour is needed
                 dots[y // 4][x // 2] |= DOTS[y % 4][x % 2]
     ends = {0: max(value for _, value in points), HEIGHT - 1: min(value for _, value in points)}
-    rows = [
-        f"{short(ends[row]) if row in ends else '':>{MARGIN - 1}} {''.join(chr(BLANK + dot) for dot in dots[row])}"
-        for row in range(HEIGHT)
-    ]
+    rows = []
+    for row, marks in enumerate(dots):
+        scale = _brief(ends[row]) if row in ends else ""
+        rows.append(f"{scale:>{MARGIN - 1}} " + "".join(chr(BLANK + dot) if dot else " " for dot in marks))
     begin, end = in_short(first), f"epoch {in_short(last)}"
     return [f"{'':{MARGIN}}{title}", *rows, f"{'':{MARGIN}}{begin}{end:>{WIDTH - len(begin)}}"]
+
+
+def _brief(value: float) -> str:
+    """A number in six characters, if it can be: 0.0068 where 0.006819 does not fit."""
+    return short(value) if len(short(value)) < MARGIN else f"{value:.2g}"
 
 
 def _line(corners: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -224,7 +224,7 @@ def _excerpt(batch: Batch) -> Batch:
         part = len(labels) // len(mix.box)
         images, labels, mix = images[:part], labels[:part], mix.parts()[0]
     before, after = slice(len(labels) - MIXED, None), slice(SEEN_IMAGES)
-    if len(labels) <= SEEN_IMAGES + MIXED:
+    if len(labels) <= SEEN_IMAGES:
         before, after = slice(0, 0), slice(None)
 
     def rows(values: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def test_every_help_text_is_one_sentence_or_list_of_choices():
 ACTS = (
     *("wandb", "wandb-project", "allow-wandb", "tensorboard", "weight-histogram", "profile", "url", "host", "port"),
     *("weights", "checkpoints-kept", "temporary", "resume", "config", "plan", "photos", "overwrite", "more-models"),
-    "watch",
+    *("watch", "runs"),
 )
 
 

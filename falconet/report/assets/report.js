@@ -58,7 +58,7 @@
     }
     return {
       width, height: 250, scales, axes, cursor: { sync: { key: "falconet" }, focus: { prox: 24 }, points: { size: 6 } },
-      focus: { alpha: several ? 0.35 : 1 }, legend: { live: true },
+      focus: { alpha: several ? 0.35 : 1 }, legend: { live: true, markers: { dash: (_, number) => (chart.curves[number - 1]?.role === "training" ? "dashed" : chart.curves[number - 1]?.role === "average" ? "dotted" : "solid") } },
       series: [
         { label: "epoch", value: (_, value) => short(value) },
         ...chart.curves.map((curve) => ({
