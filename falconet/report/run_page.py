@@ -36,7 +36,11 @@ MOST_CELLS = 60_000  # of a confusion matrix, the largest: about 700 kB
 MOST_NAMED = 2000  # classes in a table, the worst
 MOST_CONFUSED = 50  # pairs
 MOST_LAYERS = 1000
-STATES: Mapping[State, str] = {"done": "finished", "going": "still going", "stopped": "stopped before its end"}
+STATES: Mapping[State, str] = {
+    "done": "finished",
+    "going": "under way when this was written",
+    "stopped": "stopped before its end",
+}
 
 
 def write_own(folder: Path, *, state: State | None = None) -> RunFiles:

@@ -59,6 +59,7 @@ class Recorder(Protocol):
     def watched(self, step: Step) -> Step: ...  # the step, whose first batch is kept
     def epoch_ended(self, update: int) -> None: ...
     def stopped(self) -> None: ...  # before the end
+    def phase_ended(self, update: int) -> None: ...  # and another one follows
     def ended(self, update: int) -> Path | None: ...  # the run; returns the report, if there is one
 
 
@@ -69,6 +70,7 @@ class Unreported(NoRecord):
         return step
 
     def epoch_ended(self, update: int) -> None: ...
+    def phase_ended(self, update: int) -> None: ...
     def stopped(self) -> None: ...
 
     def ended(self, update: int) -> Path | None:  # noqa: ARG002
@@ -126,6 +128,11 @@ class Reported:
             self._memory[update] = _memory(update, self._world)
             if self._page.is_due():
                 self._write("going")
+
+    def phase_ended(self, update: int) -> None:
+        if self._world.is_first:
+            self._memory[update] = _memory(update, self._world)
+            self._write("going")
 
     def stopped(self) -> None:
         if self._world.is_first:

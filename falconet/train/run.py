@@ -425,7 +425,8 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             joules=joules,
         )
         run_folder.write_summary(folder, watch.log, ending)
-        report = recorder.ended(state.progress.update)
+        end = recorder.ended if built.phase.is_last else recorder.phase_ended
+        report = end(state.progress.update)
         is_told = built.launch.conventions.is_ours and not built.options.run.temporary
         run_folder.print_summary(folder, watch.log, replace(ending, report=report if is_told else None))
     return Handover(averaged=averaged, best=output.measurements.best) if averaged else None

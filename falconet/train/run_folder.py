@@ -39,7 +39,7 @@ from falconet.report import plots, terminal_plot
 from falconet.report.console import Say, counted
 from falconet.report.epochs import BEST, Metric, in_short, span
 from falconet.report.folders import RunShape
-from falconet.report.run_files import RECORDS, REPORT, RESULTS, read_run
+from falconet.report.run_files import ANSWERS, MEMORY, RECORDS, REPORT, RESULTS, SEEN, read_run
 from falconet.report.sinks import (
     JsonLines,
     Several,
@@ -280,6 +280,7 @@ def continue_log(
         for name in (METRICS, TIMES, *written, *([conventions.options_file] if conventions.options_file else [])):
             if (source / name).is_file() and not (source / name).is_symlink():
                 writing.replace(folder, name, (source / name).read_bytes())
+        _continue_records(folder, source, update=restored.manifest.progress.update)
     update = restored.manifest.progress.update if restored else 0  # as the log counts them, whatever the batch is now
     validated = not (restored and restored.manifest.meter.get("unvalidated"))
 
@@ -292,6 +293,17 @@ def continue_log(
     for table in conventions.tables:
         last = update if validated or not table.is_of_validations else update - 1
         writing.keep_lines(folder, table.name, _until(last, table))
+
+
+def _continue_records(folder: Path, source: Path, *, update: int) -> None:
+    """Copy what the other folder's report shows: the first batch, memory, and answers of no later update."""
+    if (source / RECORDS).is_symlink():
+        return
+    for name in (SEEN, MEMORY, ANSWERS):
+        if (source / name).is_file() and not (source / name).is_symlink():
+            content = (source / name).read_bytes()
+            if name != ANSWERS or _read_line(content)[0] <= update:
+                writing.replace(folder, name, content)
 
 
 def _read_line(line: bytes) -> tuple[int, Collection[str]]:

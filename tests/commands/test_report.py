@@ -116,6 +116,19 @@ def test_a_restored_run_continues_its_records(falconet, monkeypatch, tmp_path):
     assert [each.update for each in run.memory] == [4, 8]
 
 
+def test_a_run_that_continues_elsewhere_takes_its_records_along(falconet):
+    assert falconet(f"train {TINY} --epoch 3 --checkpoints-kept all --run-dir r").code == 0
+    first, second, _ = sorted(Path("r/checkpoints").iterdir())
+    known = json.loads(Path("r/report/answers.json").read_text())
+    known["update"] = 8
+    Path("r/report/answers.json").write_text(json.dumps(known))
+    for checkpoint, name, kept in ((first, "early", [4]), (second, "late", [4, 8])):
+        answer = falconet(f"restore {checkpoint} --run-dir {name} --epoch 3 --no-report")
+        assert answer.code == 0, answer.err
+        assert Path(name, "report/batch.json").read_text() == Path("r/report/batch.json").read_text()
+        assert Path(name, "report/answers.json").exists() == (max(kept) >= 8)  # not those of a later update
+
+
 def test_a_full_disk_costs_one_line_and_no_update(falconet, monkeypatch):
     plain = writing.replace
 

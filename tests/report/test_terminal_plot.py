@@ -1,8 +1,13 @@
 """The plot at the end of a run: its width, its scales, and where the dots are."""
 
+import io
 import json
 
+import pytest
+from rich.console import Console
+
 from falconet.report import terminal_plot
+from falconet.report.console import Screen
 from falconet.report.run_files import read_run
 from falconet.report.terminal_plot import BLANK, HEIGHT, MARGIN, WIDTH
 from report_runs import write_run
@@ -47,3 +52,13 @@ def test_the_curve_goes_from_corner_to_corner(tmp_path):
 
 def test_one_epoch_is_no_curve(tmp_path):
     assert terminal_plot.lines(read_run(write_run(tmp_path / "run", epochs=1))) == []
+
+
+@pytest.mark.parametrize(
+    ("terminal", "width", "encoding", "drawn"),
+    [(True, 80, "utf-8", True), (False, 80, "utf-8", False), (True, 79, "utf-8", False), (True, 80, "ascii", False)],
+)
+def test_it_is_for_wide_terminals_that_have_the_characters(monkeypatch, terminal, width, encoding, drawn):
+    monkeypatch.setenv("TERM", "xterm")
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    assert Screen(Console(file=file, force_terminal=terminal, width=width)).is_drawable == drawn
