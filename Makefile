@@ -9,11 +9,18 @@ export PYTHONDONTWRITEBYTECODE :=
 export OMP_WAIT_POLICY ?= PASSIVE
 # Processes that share the tests; each holds torch, about 1 GB.
 WORKERS ?= 2
+# NVIDIA's Triton server, which the tests start, is packaged for Linux on x86-64 only.
+ifeq ($(shell uname -s -m),Linux x86_64)
+TRITON := .venv-triton/installed
+endif
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: install train check fast test tests test-slow lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
+.PHONY: install triton chromium train check fast test tests test-slow lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
 
 install: .venv/installed
+
+# For `falconet bench serve --server triton`.
+triton: $(TRITON)
 
 train: .venv/installed
 	$(BIN)/falconet train
@@ -27,14 +34,22 @@ fast: .venv/installed-for-tests
 	$(PYTEST) -m 'not run and not dist and not gpu and not slow' $(ARGS)
 
 # Everything but the minutes: what CI runs.
-test: .venv/installed-for-tests
+test: .venv/installed-for-tests $(TRITON)
 	@$(MAKE) --no-print-directory -j2 lint tests
 
-tests: .venv/installed-for-tests
+tests: .venv/installed-for-tests $(TRITON) chromium
 	$(PYTEST) $(ARGS)
 
+# The browser for the tests of the server's page; without it they are skipped, or fail if CI is set.
+CHROMIUM := apt-get install -y --no-install-recommends chromium
+chromium:
+	@if { command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && [ -e /etc/debian_version ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(CHROMIUM) > /dev/null || echo "could not install Chromium"; \
+	else echo "no Chromium for the tests of the server's page; on Debian: sudo $(CHROMIUM)"; fi
+
 # The minutes: fuzzing, ssh, several hosts, kills, training to an accuracy.
-test-slow: .venv/installed-for-tests
+test-slow: .venv/installed-for-tests $(TRITON)
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
 lint: .venv/installed-for-tests
@@ -63,7 +78,7 @@ build-turbojpeg: .venv/installed
 install-turbojpeg: get-turbojpeg build-turbojpeg
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis .pytest_cache
+	rm -rf .venv .venv-triton build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis .pytest_cache
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -74,3 +89,8 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(INSTALL) -e '.[test,lint]'
 	touch .venv/installed $@
+
+.venv-triton/installed: requirements-triton.txt
+	$(PYTHON) -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $<
+	touch $@

@@ -1,6 +1,7 @@
-"""Builds the native JPEG decoder with the package; without a C++ compiler the package installs all the same."""
+"""Builds what is not Python: the gRPC interface, and the native JPEG decoder if there is a C++ compiler."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -9,11 +10,12 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 NATIVE = Path("falconet/data/native")
+INTERFACE = Path("falconet/serve/interface")
 
 
-def native_build() -> ModuleType:
-    """falconet/data/native/compiler.py by its path: the package cannot be imported before it is installed."""
-    spec = importlib.util.spec_from_file_location("native_build", Path(__file__).parent / NATIVE / "compiler.py")
+def by_path(path: Path) -> ModuleType:
+    """A module of the package by its path: the package cannot be imported before it is installed."""
+    spec = importlib.util.spec_from_file_location(f"build_{path.stem}", Path(__file__).parent / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -21,12 +23,18 @@ def native_build() -> ModuleType:
     return module
 
 
-class BuildWithNative(build_py):
-    """Adds the library beside its module: in the source tree for an editable install, else in what is being built."""
+class BuildWithCompiled(build_py):
+    """Adds what is compiled beside its module: in the source tree for an editable install, else in what is built."""
 
     def run(self) -> None:
         super().run()
-        native = native_build()
+        interface = by_path(INTERFACE / "descriptors.py")
+        try:
+            interface.build(interface.HERE if self.editable_mode else Path(self.build_lib) / INTERFACE)
+        except interface.CannotBuildError as error:
+            # Not an Exception: setuptools turns those of an editable install into a warning, which pip does not show.
+            sys.exit(f"error: the gRPC interface was not compiled: {error}")
+        native = by_path(NATIVE / "compiler.py")
         try:
             native.build(native.HERE if self.editable_mode else Path(self.build_lib) / NATIVE)
         except native.CannotBuildError as error:
@@ -43,4 +51,4 @@ class PlatformWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-setup(cmdclass={"build_py": BuildWithNative, "bdist_wheel": PlatformWheel})
+setup(cmdclass={"build_py": BuildWithCompiled, "bdist_wheel": PlatformWheel})

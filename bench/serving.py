@@ -2,11 +2,14 @@
 
     python bench/serving.py                                        ResNet-50 in 16 bits, 90 images per request
     python bench/serving.py --model resnet18 --image-size 64 --batch 8 --precision 32.32 --requests 40
+    python bench/serving.py --model resnet50 --batch 1 --precision 32.32 --requests 10 --triton
 
 `local` is the predictor in this process, with as many lanes as the server has: images in host memory are gathered,
 copied and computed, and the scores copied back. `transport` is the server with a model that computes nothing. `served`
 is `falconet serve` in a separate process. Clients are processes; SYNC waits for each response, ASYNC keeps four
-requests in flight. `local` is measured before and after everything else, to show a change in the machine's speed.
+requests in flight. `triton` is NVIDIA's server with the exported model and as many threads (`make triton` installs it);
+`falconet bench serve --server both` compares the two in turns. `local` is measured before and after everything else, to
+show a change in the machine's speed.
 """
 
 import argparse
@@ -30,12 +33,13 @@ import torch
 
 from falconet.bench import load_test
 from falconet.bench.client import Job
-from falconet.bench.load_test import Target
+from falconet.bench.load_test import Target, Tensors
 from falconet.bench.statistics import percentile
-from falconet.config.commands import ServeOptions
-from falconet.config.load import read_line
+from falconet.commands import bench_servers
+from falconet.config.commands import BenchServeOptions, ServeOptions
+from falconet.config.load import load_options, read_line
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.infer.predictor import Pixels, Predictor, Scores, open_classifier
+from falconet.infer.predictor import Pixels, Predictor, Scores, open_served
 from falconet.serve import app, connections
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
@@ -83,6 +87,15 @@ def nothing_served(args: argparse.Namespace) -> Iterator[Target]:
         process.wait()
 
 
+@contextmanager
+def triton_served(args: argparse.Namespace, line: str) -> Iterator[Target]:
+    words = f"{line} --micro-batch-size {args.batch} --data generated --server triton"
+    settings = read_line(BenchServeOptions, words.split())
+    options = load_options(BenchServeOptions, settings).options
+    with bench_servers.opened(options, settings, lambda _: None) as targets:
+        yield from targets.values()
+
+
 def local(predictor: Predictor, images: Pixels, seconds: float) -> float:
     """Images per second of all lanes, each fed from memory by a thread."""
     lanes = predictor.lanes()
@@ -105,14 +118,14 @@ def local(predictor: Predictor, images: Pixels, seconds: float) -> float:
 
 def measured(target: Target, args: argparse.Namespace, images: Path, kind: str, clients: int) -> tuple[float, str]:
     """Images per second, and a description of the latency."""
-    window = WINDOW if kind == "ASYNC" else 1
+    window, tensors = WINDOW if kind == "ASYNC" else 1, Tensors.of(target)
     job = Job(
         host=target.host,
         port=target.port,
-        path=f"{target.path}/infer",
-        input="input_0",
-        output="output_0",
-        images=str(images),
+        model=target.model,
+        input=tensors.input,
+        output=tensors.output,
+        images=str(images.with_name("last.npy") if tensors.channels_last else images),
         expected=None,
         tolerance=0.0,
         window=window,
@@ -125,7 +138,7 @@ def measured(target: Target, args: argparse.Namespace, images: Path, kind: str, 
 
 def compare(args: argparse.Namespace) -> None:
     line = f"--model {args.model} --image-size {args.image_size} --precision {args.precision} --max-batch {args.batch}"
-    classifier, _ = open_classifier(read_line(ServeOptions, line.split()), lambda _: None)
+    classifier, _ = open_served(read_line(ServeOptions, line.split()), lambda _: None)
     size = args.batch * 3 * args.image_size**2
     images = np.random.default_rng(0).integers(
         0, 256, (HELD, args.batch, 3, args.image_size, args.image_size), dtype=np.uint8
@@ -140,11 +153,15 @@ def compare(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "images.npy"
         np.save(path, images)
+        np.save(path.with_name("last.npy"), np.ascontiguousarray(images.transpose(0, 1, 3, 4, 2)))
         with nothing_served(args) as target:
             tell(target, args, path, "transport", base)
         more = f"--port 0 --max-queue {64 * args.batch}"
         with load_test.started(["serve", *line.split(), *more.split()]) as target:
             tell(target, args, path, "served", base)
+        if args.triton:
+            with triton_served(args, line) as target:
+                tell(target, args, path, "triton", base)
     again = local(captured, images, args.seconds)
     print(f"local, as served, again           {again:10,.0f} images/s ({100 * (again / base - 1):+.1f} %)")
 
@@ -168,6 +185,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=90)
     parser.add_argument("--requests", type=int, default=100, help="requests of each client")
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each local measurement")
+    parser.add_argument("--triton", action="store_true", help="also measure NVIDIA's server")
     parser.add_argument("--nothing", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.nothing:

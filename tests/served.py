@@ -21,11 +21,17 @@ from falconet.infer.classifier import Classifier
 from falconet.infer.predictor import Predictor
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
-from falconet.serve import app, connections
+from falconet.serve import app, connections, grpc_service
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
+from falconet.serve.interface import descriptors
 from falconet.serve.protocol import HEADER, Served
 from falconet.serve.repository import Opened, Repository
+
+try:
+    descriptors.read()
+except descriptors.NotBuiltError:  # the package was installed before the interface was changed
+    descriptors.build(descriptors.HERE)
 
 SIDE, CLASSES = 8, 5
 NAME = "resnet8-cifar"
@@ -104,13 +110,24 @@ class Running:
         drain_seconds=LIMIT,
         seconds=LIMIT,
         decode=decoded,
+        most_bytes=None,
+        may_load=False,
+        sources=dict,
     ):
         self.served = about(max_batch)
         policy = Policy(max_batch=max_batch, max_delay=max_delay, max_queue=max_queue)
-        self.repository = Repository(sources=dict, policy=lambda _: policy)
+        self.repository = Repository(sources=sources, policy=lambda _: policy)
         self.repository.adopt(NAME, Opened(self.served, [lane], decode, stamp=0, about=""))
         self.batcher = self.repository.find().batcher
-        self.front = app.FrontEnd(self.repository, memory=Memory(memory), most_body=1 << 20, seconds=seconds)
+        self.memory = Memory(memory)
+        limits = {"memory": self.memory, "seconds": seconds, "may_load": may_load}
+        self.front = app.FrontEnd(self.repository, most_body=1 << 20, **limits)
+        self.service, self.most_bytes = None, most_bytes  # gRPC is served if that is given
+        if most_bytes is not None:
+            self.reserved = connections.Address(host="127.0.0.1", port=0).open()
+            self.grpc = f"127.0.0.1:{self.reserved.getsockname()[1]}"
+            self.service = grpc_service.GrpcService(self.repository, **limits)
+        self._started = threading.Event()
         self.drain_seconds, self.cut = drain_seconds, None
         self.socket = connections.Address(host="127.0.0.1", port=0).open()
         self.port = self.socket.getsockname()[1]
@@ -118,10 +135,21 @@ class Running:
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
         self._thread.start()
+        assert self._started.wait(LIMIT)
 
     async def _run(self):
-        async with connections.answering(self.front, self.socket, drain_seconds=self.drain_seconds) as cut:
-            await self._stop.wait()
+        async with contextlib.AsyncExitStack() as stack:
+            drains = []
+            if self.service is not None:
+                beside = grpc_service.answering(
+                    self.service, self.reserved, most_bytes=self.most_bytes, drain_seconds=self.drain_seconds
+                )
+                drains.append(await stack.enter_async_context(beside))
+            async with connections.answering(self.front, self.socket, drain_seconds=self.drain_seconds) as cut:
+                self._started.set()
+                await self._stop.wait()
+                draining = [asyncio.ensure_future(drain()) for drain in drains]
+            cut += await asyncio.gather(*draining)
         self.cut = sum(cut)
         await asyncio.sleep(0.01)  # let the last connections close
         await asyncio.get_running_loop().shutdown_default_executor()
@@ -167,7 +195,7 @@ def nothing_logged():
     logged = []
     handler = logging.Handler()
     handler.emit = logged.append
-    loggers = [logging.getLogger(name) for name in ("falconet.serve", "asyncio", "aiohttp")]
+    loggers = [logging.getLogger(name) for name in ("falconet.serve", "asyncio", "aiohttp", "grpc")]
     for logger in loggers:
         logger.addHandler(handler)
     try:
@@ -175,7 +203,7 @@ def nothing_logged():
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-    assert not [record.getMessage() for record in logged]
+    assert [record.getMessage() for record in logged] == []
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from falconet.bench.client import Job, Outcome
@@ -20,7 +20,7 @@ from falconet.parallel.host import none_left
 
 DROPPED = 2  # first requests of each client, which are not counted
 GRACE = 30.0  # seconds for a process to exit after SIGTERM
-STARTED = re.compile(r"serving (\S+) at (http://\S+?):? ")
+STARTED = re.compile(r"serving (\S+) at (http://\S+?)(?: and grpc://(\S+?))?:? ")
 SECONDS = 10.0  # for the server to answer a query
 
 
@@ -28,13 +28,14 @@ SECONDS = 10.0  # for the server to answer a query
 class Target:
     """A model on a server."""
 
+    protocol: Literal["http", "grpc"] = "http"
     host: str
-    port: int
-    base: str  # the path before /v2
+    port: int  # of that protocol
+    base: str = ""  # the path before /v2, over HTTP
     model: str
 
     @classmethod
-    def at(cls, url: str, model: str) -> "Target":
+    def at(cls, url: str, model: str, protocol: Literal["http", "grpc"] = "http") -> "Target":
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port or 80
@@ -42,14 +43,34 @@ class Target:
             port = 0
         if parts.scheme != "http" or not parts.hostname or not port:
             raise ConfigError(f"got '{url}', expected an address such as http://127.0.0.1:8000")
-        return cls(host=parts.hostname, port=port, base=parts.path.rstrip("/"), model=model)
+        return cls(protocol=protocol, host=parts.hostname, port=port, base=parts.path.rstrip("/"), model=model)
 
     @property
     def path(self) -> str:
         return f"{self.base}/v2/models/{self.model}"
 
-    def get(self, end: str = "") -> dict[str, Any]:
-        """Query the server about the model."""
+    def metadata(self) -> dict[str, Any]:
+        """What the server says about the model."""
+        return self._get() if self.protocol == "http" else self._call("metadata")
+
+    def statistics(self) -> dict[str, Any]:
+        """How many images and batches of the model it has computed."""
+        return self._get("/stats") if self.protocol == "http" else self._call("statistics")
+
+    def _call(self, what: Literal["metadata", "statistics"]) -> dict[str, Any]:
+        from falconet.bench import grpc_calls  # needs grpcio, which the command line has checked
+
+        model = grpc_calls.Model(self.host, self.port, self.model)
+        try:
+            model.connect()
+            found = model.metadata(seconds=SECONDS) if what == "metadata" else model.statistics(seconds=SECONDS)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.host}:{self.port}: {error}; expected a gRPC server with {self.model}") from error
+        finally:
+            model.close()
+        return found
+
+    def _get(self, end: str = "") -> dict[str, Any]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=SECONDS)
         where = f"http://{self.host}:{self.port}{self.path}{end}"
         try:
@@ -76,31 +97,42 @@ class Tensors:
     input: str
     output: str
     image_size: int
+    channels_last: bool  # whether the input is N x S x S x 3, as in an exported model; else N x 3 x S x S
     datatype: str  # of the output
 
     @classmethod
     def of(cls, target: Target) -> "Tensors":
-        about = target.get()
+        about = target.metadata()
         try:
             (taken,), (given,) = about["inputs"], about["outputs"]
-            _, channels, height, width = taken["shape"]
-            found = cls(input=taken["name"], output=given["name"], image_size=height, datatype=given["datatype"])
-            fits = (taken["datatype"], channels, width) == ("UINT8", 3, height) and type(height) is int and height > 0
-        except (KeyError, TypeError, ValueError):
+            _, *shape = taken["shape"]
+            side = shape[1]
+            found = cls(
+                input=taken["name"],
+                output=given["name"],
+                image_size=side,
+                channels_last=shape != [3, side, side],
+                datatype=given["datatype"],
+            )
+            fits = taken["datatype"] == "UINT8" and shape in ([3, side, side], [side, side, 3])
+            fits = fits and type(side) is int and side > 0
+        except (KeyError, IndexError, TypeError, ValueError):
             fits = False
         if not fits:
-            raise ConfigError(f"{target.model} takes {about.get('inputs')}, expected one UINT8 tensor [-1, 3, S, S]")
+            raise ConfigError(
+                f"{target.model} takes {about.get('inputs')}, expected one UINT8 tensor [-1, 3, S, S] or [-1, S, S, 3]"
+            )
         return found
 
 
 @contextlib.contextmanager
-def started(argv: Sequence[str]) -> Iterator[Target]:
+def started(argv: Sequence[str], protocol: Literal["http", "grpc"] = "http") -> Iterator[Target]:
     """Run a server in another process, and stop it at the end."""
     with none_left():
-        yield from _started(argv)
+        yield from _started(argv, protocol)
 
 
-def _started(argv: Sequence[str]) -> Iterator[Target]:
+def _started(argv: Sequence[str], protocol: Literal["http", "grpc"]) -> Iterator[Target]:
     process = subprocess.Popen(
         [sys.executable, "-m", "falconet", *argv],
         stdout=subprocess.PIPE,
@@ -117,7 +149,10 @@ def _started(argv: Sequence[str]) -> Iterator[Target]:
                 # Keep reading, so that its later output cannot fill the pipe.
                 reader = threading.Thread(target=process.stdout.read, daemon=True)
                 reader.start()
-                yield Target.at(found[2], found[1])
+                model, url, address = found.groups()
+                if protocol == "grpc" and address is None:
+                    raise ConfigError("--protocol grpc: Falconet's server has only HTTP here; expected --server triton")
+                yield Target.at(url if protocol == "http" else address, model, protocol)
                 return
         # It has explained itself on stderr, which is this process's.
         raise WorldError(f"the server did not start: exit code {process.wait()}")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from falconet.bench import triton_server
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import require_folder as require_checkpoints
 from falconet.config import commands, rules
@@ -113,6 +114,8 @@ def check(options: Any) -> None:
         _check_predicted(options)
     elif isinstance(options, commands.ExportOptions):
         _check_exported(options)
+    elif isinstance(options, commands.BenchServeOptions):
+        _check_measured(options)
     if isinstance(options, commands.InferOptions | commands.ExportOptions):
         path = options.input.checkpoint_input_path
         if path is not None and not path.is_file():
@@ -174,6 +177,17 @@ def _check_exported(options: commands.ExportOptions) -> None:
             raise ConfigError(f"--format {export.format}: needs {package}, which is not installed: pip install {extra}")
     if export.photos is not None:
         require_folder(export.photos, "a folder of photos for --photos")
+
+
+def _check_measured(options: commands.BenchServeOptions) -> None:
+    """The packages that clients and an exported model need, and Triton's server."""
+    if options.load.protocol == "grpc":
+        require_package("grpc", extra="serve")
+    if options.load.server != "falconet":
+        for package in EXPORT_PACKAGES["triton"]:
+            require_package(package, extra="export")
+        with named_option("server"):
+            triton_server.find()
 
 
 def _check_validated(options: Any) -> None:

@@ -1,21 +1,30 @@
-"""`falconet serve`: serve models over HTTP."""
+"""`falconet serve`: serve models over HTTP and gRPC."""
 
 import asyncio
+import contextlib
 import gc
+import importlib.util
+import logging
+import socket
 
 from falconet import exits
 from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
+from falconet.config.options import Serving
+from falconet.data.encoded import PhotoDecoder
+from falconet.errors import ConfigError
 from falconet.exits import INTERRUPTED
-from falconet.report.console import Screen, counted
-from falconet.serve import connections, served_runs  # need aiohttp, which the command line has checked
+from falconet.report.console import Say, Screen, counted
+from falconet.serve import connections  # needs aiohttp, which the command line has checked
 from falconet.serve.app import FrontEnd
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
-from falconet.serve.connections import Stopped
+from falconet.serve.connections import Drain, Stopped
+from falconet.serve.interface import descriptors
 from falconet.serve.protocol import Served
 from falconet.serve.repository import Repository
+from falconet.serve.served_runs import ServedRuns
 
 PORT = 8000
 WAITING_BATCHES = 16  # full batches that may wait
@@ -24,10 +33,15 @@ WATCH_SECONDS = 2.0  # between two looks for newer checkpoints
 
 
 def run(loaded: Loaded[ServeOptions]) -> int:
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it would log what is wrong with a client's photo
     screen, serving = Screen(), loaded.options.serving
     address = connections.Address(host=serving.host, port=value_or(serving.port, PORT))
-    with address.open() as listening:  # first, because a mistake here is found at once
-        first, known = served_runs.sources(loaded, screen.line)
+    with contextlib.ExitStack() as sockets:
+        listening = sockets.enter_context(address.open())  # first, because a mistake here is found at once
+        reserved = _reserve(serving, listening.getsockname()[1], screen.line)
+        if reserved is not None:
+            sockets.enter_context(reserved)
+        runs = ServedRuns(loaded, PhotoDecoder(most_bytes=serving.max_body << 20), screen.line)
 
         def policy(served: Served) -> Policy:
             most = value_or(serving.max_queue, WAITING_BATCHES * served.max_batch)
@@ -39,30 +53,49 @@ def run(loaded: Loaded[ServeOptions]) -> int:
             )
 
         memory = Memory(max(MEMORY, 4 * (serving.max_body << 20)))
-        repository = Repository(sources=known, policy=policy, preferred=next(iter(first), None))
-        for name, source in first.items():
+        repository = Repository(sources=runs.known, policy=policy, preferred=next(iter(runs.first), None))
+        for name, source in runs.first.items():
             repository.adopt(name, source.open())
+        may_load, models = loaded.options.models.repository is not None, repository.models
         front = FrontEnd(
             repository,
             memory=memory,
             most_body=serving.max_body << 20,
             seconds=serving.request_timeout,
-            may_load=loaded.options.models.repository is not None,
+            may_load=may_load,
         )
 
         async def serve() -> Stopped:
+            if reserved is None:
+                return await serve_http([])
+            from falconet.serve import grpc_service  # needs grpcio, which may be missing
+
+            service = grpc_service.GrpcService(
+                repository, memory=memory, seconds=serving.request_timeout, may_load=may_load
+            )
+            most = max([serving.max_body << 20 if may_load else 0, *(each.served.most_bytes for each in models)])
+            async with grpc_service.answering(
+                service, reserved, most_bytes=most, drain_seconds=serving.drain_timeout
+            ) as drain:
+                return await serve_http([drain])
+
+        async def serve_http(drains: list[Drain]) -> Stopped:
             watching = asyncio.ensure_future(repository.watch(seconds=WATCH_SECONDS, say=screen.line))
             if not loaded.options.models.watch:
                 watching.cancel()
             try:
                 return await connections.serve(
-                    front, listening, drain_seconds=serving.drain_timeout, started=lambda: _say(screen, lines)
+                    front,
+                    listening,
+                    drain_seconds=serving.drain_timeout,
+                    started=lambda: _say(screen, lines),
+                    drains=drains,
                 )
             finally:
                 watching.cancel()
 
-        host, port = listening.getsockname()[:2]
-        lines = _lines(repository, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        urls = [f"http://{_shown(listening)}", *([f"grpc://{_shown(reserved)}"] if reserved else [])]
+        lines = _lines(repository, urls)
         gc.freeze()  # else each full collection looks at all of torch's objects, and stops every thread meanwhile
         try:
             code, cut = asyncio.run(serve())
@@ -82,14 +115,40 @@ def run(loaded: Loaded[ServeOptions]) -> int:
         return code
 
 
-def _lines(repository: Repository, url: str) -> list[str]:
+def _reserve(serving: Serving, port: int, say: Say) -> socket.socket | None:
+    """A socket at the address of gRPC; None if that is turned off, or if it cannot be had and was not asked for."""
+    if serving.grpc_port == "none":
+        return None
+    try:
+        if importlib.util.find_spec("grpc") is None or importlib.util.find_spec("google.protobuf") is None:
+            raise ConfigError("needs grpcio and protobuf: pip install 'falconet[serve]'")
+        try:
+            descriptors.read()
+        except descriptors.NotBuiltError as error:
+            raise ConfigError(str(error)) from None
+        following = 0 if serving.port == 0 else port + 1
+        return connections.Address(host=serving.host, port=value_or(serving.grpc_port, following % 65536)).open()
+    except ConfigError as error:
+        if serving.grpc_port != "auto":
+            raise ConfigError(f"--grpc-port: {error}") from error
+        say(f"serving over HTTP only, without gRPC: {error}")
+        return None
+
+
+def _shown(at: socket.socket) -> str:
+    host, port = at.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _lines(repository: Repository, urls: list[str]) -> list[str]:
     """What is served where, and how a photo is sent."""
-    models = [f"serving {model.served.name} at {url}: {model.about}" for model in repository.models]
+    url, where = urls[0], " and ".join(urls)
+    models = [f"serving {model.served.name} at {where}: {model.about}" for model in repository.models]
     others = sum(each.state != "READY" for each in repository.index())
     if others:
         models.append(f"{counted(others, 'model')} not loaded; POST {url}/v2/repository/models/NAME/load loads one")
     if not repository.models:
-        models[:] = [f"serving no model yet at {url}: {models[-1] if models else 'the repository is empty'}"]
+        models[:] = [f"serving no model yet at {where}: {models[-1] if models else 'the repository is empty'}"]
     return [*models, f"drop photos on {url}, or: curl --data-binary @photo.jpg {url}/predict; Ctrl-C stops"]
 
 

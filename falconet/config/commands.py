@@ -213,7 +213,7 @@ class InferOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(Command):
-    """Serve models over HTTP: photos in, class names out; also in the Open Inference Protocol, as Triton does."""
+    """Serve models over HTTP and gRPC: photos in, class names out; and the Open Inference Protocol, as Triton does."""
 
     example = "falconet serve runs/my-run --port 8000"
     arguments = ("checkpoint-input-path", "more-models")
@@ -221,7 +221,7 @@ class ServeOptions(Command):
     instead: ClassVar[Mapping[str, str]] = {"pretrained": "checkpoint-input-path"}
     common = (
         *("checkpoint-input-path", "more-models", "checkpoint", "model", "pretrained", "repository", "watch"),
-        *("host", "port", "max-batch", "max-delay", "device", "precision"),
+        *("host", "port", "grpc-port", "max-batch", "max-delay", "engine", "int8", "device", "precision"),
     )
 
     serving: Serving = field(default_factory=Serving)
@@ -241,7 +241,7 @@ class BenchServeOptions(Command):
 
     example = "falconet bench serve --model resnet50 --data generated --clients 8 --request-type ASYNC --iterations 50"
     common = (
-        *("config", "model", "checkpoint-input-path", "url", "clients", "request-type", "window"),
+        *("config", "model", "checkpoint-input-path", "url", "server", "protocol", "clients", "request-type", "window"),
         *("data", "data-dir", "micro-batch-size", "iterations", "device", "precision", "check-answers", "output"),
     )
 

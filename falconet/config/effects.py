@@ -322,4 +322,5 @@ OTHERWISE = {
     (commands.InferOptions, "iterations"),
     (commands.BenchServeOptions, "iterations"),
     (commands.DataBenchOptions, "bad-images-allowed"),
+    *((command, "model-cache-path") for command in (commands.ServeOptions, commands.BenchServeOptions)),
 }

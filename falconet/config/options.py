@@ -376,7 +376,7 @@ class Machine:
     capture: bool = True
     """On CUDA, capture an update or a batch as a graph and replay it: the same numbers, less CPU work."""
     model_cache_path: Path | None = local(None)
-    """Folder for compiled Triton kernels, which later starts load; default: TRITON_CACHE_DIR, else ~/.triton/cache."""
+    """Folder for compiled kernels, default TRITON_CACHE_DIR or ~/.triton/cache; for a server's models ~/.cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -678,6 +678,10 @@ class Load:
     """A named config for inference (`falconet configs`) or a YAML file of options; the command line overrides it."""
     url: str | None = local(None)
     """Measure a running server, such as http://127.0.0.1:8000, instead of starting one."""
+    server: Literal["falconet", "triton", "both"] = "falconet"
+    """The server to start: Falconet's, NVIDIA's Triton with the exported model, or both, measured in turns."""
+    protocol: Literal["http", "grpc"] = "http"
+    """What the clients speak; the port of --url must be that protocol's."""
     clients: Annotated[int, AtLeast(1)] = 1
     """Processes that send requests in parallel."""
     request_type: Literal["SYNC", "ASYNC"] = "SYNC"
@@ -742,6 +746,8 @@ class Serving:
     """Address to listen on; 0.0.0.0: all interfaces. There is no password and no encryption."""
     port: Annotated[int, Between(0, 65535)] | Auto = local("auto")
     """Port; 0: any free one; auto: 8000, or any free one in `bench serve`."""
+    grpc_port: Annotated[int, Between(0, 65535)] | Literal["auto", "none"] = local("auto")
+    """Port of gRPC; 0: any free one; auto: the one after --port, 8001, if that can be had; none: only HTTP."""
     max_batch: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images computed at once, and the most in one request; auto: 64, or the micro-batch in `bench serve`."""
     max_delay: Annotated[float, AtLeast(0)] = 2.0
@@ -756,6 +762,10 @@ class Serving:
     """Seconds to finish requests in progress after a request to stop; those that need longer are cut off."""
     half_partial: bool = False
     """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
+    engine: Literal["auto", "torch", "onnxruntime", "openvino"] = "auto"
+    """What computes; auto: torch on CUDA; on a CPU ONNX Runtime if the precision is 32.32, else torch."""
+    int8: bool = False
+    """Compute in 8-bit integers, on a CPU; the run's images calibrate it, and its accuracy is said beside fp32's."""
 
 
 @dataclass(frozen=True, kw_only=True)

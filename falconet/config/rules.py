@@ -462,6 +462,12 @@ def _doctor_replicas_need_distributed(options: Any) -> str | None:
     return None
 
 
+def _url_or_server(options: Any) -> str | None:
+    if options.load.url is not None and options.load.server != "falconet":
+        return f"--server {options.load.server}: contradicts --url, whose server is already running"
+    return None
+
+
 def _splits_are_layers_or_auto(options: Any) -> str | None:
     return _wrong_splits(options.parallel.pipeline_splits)
 
@@ -566,6 +572,14 @@ def _tables_are_csv(options: Any) -> str | None:
     return None
 
 
+def _int8_is_onnx_runtimes(options: Any) -> str | None:
+    if options.serving.int8 and options.serving.engine not in ("auto", "onnxruntime"):
+        return (
+            f"--int8: contradicts --engine {options.serving.engine}; expected onnxruntime, whose accuracy is measured"
+        )
+    return None
+
+
 def _int8_is_onnx(options: Any) -> str | None:
     if not options.export.int8:
         return None
@@ -612,6 +626,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("machine",), _only_training_chooses_a_precision),
     (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),
     (("parallel", "optimizer", "machine"), _sharded_lars_has_one_type),
+    (("load",), _url_or_server),
     (("parallel",), _splits_are_layers_or_auto),
     (("parallel", "model"), _one_pass_batchnorm_is_local),
     (("parallel", "training"), _interleaving_needs_micro_batches),
@@ -625,6 +640,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("table", "choice"), _predictions_are_of_one_checkpoint),
     (("table",), _tables_are_csv),
     (("export",), _int8_is_onnx),
+    (("serving",), _int8_is_onnx_runtimes),
     (("doctor",), _doctor_replicas_need_distributed),
     (("inference",), _splits_of_predictions_are_layers_or_auto),
 )

@@ -91,28 +91,39 @@ def open_rgb(file: Path | BinaryIO) -> Image.Image:
     Like torchvision's and timm's loaders: the first frame, alpha dropped, palettes and CMYK converted by Pillow, EXIF
     orientation ignored. Unlike them, 16-bit grey keeps its range (divided by 256) instead of being clipped.
     """
-    return _read(file, to_rgb)
+    return use_image(file, to_rgb)
 
 
 def read_size(file: Path | BinaryIO) -> tuple[int, int]:
     """Width and height by the header alone, or UnreadableImageError."""
-    return _read(file, lambda image: image.size)
+    return use_image(file, lambda image: image.size)
 
 
-def _read(file: Path | BinaryIO, use: Callable[[Image.Image], T]) -> T:
-    """What `use` makes of an opened image; UnreadableImageError whatever is wrong with it."""
+def use_image(
+    file: Path | BinaryIO,
+    use: Callable[[Image.Image], T],
+    *,
+    formats: tuple[str, ...] | None = None,
+    most_pixels: int | None = None,
+) -> T:
+    """What `use` makes of an image whose header was read; UnreadableImageError whatever is wrong with it.
+
+    `formats`: Pillow's names of those that may be read; None: all. `most_pixels`: below Pillow's limit, or None for it.
+    """
     if isinstance(file, Path):
         try:
             with open_regular(file) as opened:
-                return _read(opened, use)
+                return use_image(opened, use, formats=formats, most_pixels=most_pixels)
         except OSError as error:
             raise UnreadableImageError(_os_reason(error)) from None
+    limit = min((each for each in (most_pixels, Image.MAX_IMAGE_PIXELS) if each is not None), default=None)
     try:
-        with Image.open(file, formats=_formats()) as image:
-            _check_size(image)
+        with Image.open(file, formats=_formats() if formats is None else formats) as image:
+            if limit is not None and image.width * image.height > limit:  # Pillow only warns, and refuses twice as many
+                raise Image.DecompressionBombError
             return use(image)
     except BOMBS:
-        raise UnreadableImageError(f"more than {Image.MAX_IMAGE_PIXELS} pixels") from None
+        raise UnreadableImageError(f"more than {limit} pixels") from None
     except UnidentifiedImageError:
         raise UnreadableImageError(_why_unidentified(file)) from None
     except OSError as error:
@@ -128,21 +139,14 @@ def _formats() -> tuple[str, ...]:
     return tuple(sorted(Image.OPEN.keys() - {"EPS"}))
 
 
-def _check_size(image: Image.Image) -> None:
-    """Pillow only warns beyond its limit, and refuses twice that."""
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and image.width * image.height > limit:
-        raise Image.DecompressionBombError
-
-
 def to_rgb(image: Image.Image) -> Image.Image:
     """The image in mode RGB, as `open_rgb` converts it."""
     if image.mode == "RGB":
         image.load()
         return image
     if image.mode.startswith("I"):
-        wide = np.asarray(image).astype(np.int64)
-        return Image.fromarray(np.clip(wide >> 8, 0, 255).astype(np.uint8)).convert("RGB")
+        high = np.asarray(image) >> 8  # in its own type: 64-bit integers would take 24 bytes per pixel
+        return Image.fromarray(np.clip(high, 0, 255, out=high).astype(np.uint8)).convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # directly to RGB gives the same colours and a warning
     return image.convert("RGB")

@@ -1,8 +1,6 @@
 """The formats: how each writes its files, and how its own runtime computes with them."""
 
-import importlib
 import json
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from torch import Tensor
 from falconet.errors import CheckpointError, DeviceError, memory_shortage
 from falconet.export import timm_folder, triton_repository
 from falconet.export.graph import INPUT, OUTPUT, Graph, Values, dynamic_batch, first_line
+from falconet.infer.engines import import_openvino
 
 Engine = Callable[[Values], Values]  # the graph's input in host memory -> logits
 ONNX, TORCH, OPENVINO = "model.onnx", "model.pt2", "model.xml"
@@ -136,12 +135,6 @@ def open_openvino(_: Graph, folder: Path, __: torch.device) -> Engine:
     how = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     compiled = import_openvino().Core().compile_model(str(folder / OPENVINO), "CPU", how)
     return lambda images: compiled(images)[0]
-
-
-def import_openvino() -> Any:
-    """OpenVINO without its telemetry, which would report to Intel that it was imported and what is converted."""
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # makes its import fail
-    return importlib.import_module("openvino")
 
 
 def write_timm(graph: Graph, folder: Path, _: torch.device) -> None:

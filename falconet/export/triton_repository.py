@@ -3,6 +3,7 @@
 Nothing but the stock image of the server is needed: its ONNX Runtime backend computes, its DALI backend decodes.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from falconet.data.preprocessing import Preprocessing
@@ -19,12 +20,24 @@ def version_folder(graph: Graph, folder: Path) -> Path:
     return folder / MODELS / graph.name / VERSION
 
 
-def write(graph: Graph, folder: Path) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class Scheduling:
+    """How the server batches requests, and what computes them."""
+
+    max_batch: int = MOST
+    delay: int = DELAY
+    threads: int | None = None  # of one instance, on the CPU; None: as many instances and threads as the server decides
+
+
+EXPORTED = Scheduling()
+
+
+def write(graph: Graph, folder: Path, scheduling: Scheduling = EXPORTED) -> Path:
     """Write everything but the ONNX model; returns the folder that it belongs in."""
     labels = "".join(f"{name}\n" for name in _one_line_each(graph.class_names))
     classifier = folder / MODELS / graph.name
     version_folder(graph, folder).mkdir(parents=True)
-    (classifier / "config.pbtxt").write_text(_classifier(graph))
+    (classifier / "config.pbtxt").write_text(_classifier(graph, scheduling))
     (classifier / LABELS).write_text(labels)
     if graph.preprocessing.antialias:  # DALI has no equal of TensorFlow 1's resizing
         decoder, ensemble = (folder / MODELS / f"{graph.name}{suffix}" for suffix in ("_decode", "_photo"))
@@ -50,7 +63,7 @@ def _logits(graph: Graph) -> str:
     )
 
 
-def _classifier(graph: Graph) -> str:
+def _classifier(graph: Graph, scheduling: Scheduling) -> str:
     shape = ", ".join(map(str, graph.input_shape))
     warm = "\n".join(
         f"""model_warmup [ {{
@@ -58,16 +71,21 @@ def _classifier(graph: Graph) -> str:
   batch_size: {size}
   inputs {{ key: "{INPUT}" value {{ data_type: TYPE_UINT8 dims: [ {shape} ] random_data: true }} }}
 }} ]"""
-        for size in (1, MOST)
+        for size in sorted({1, scheduling.max_batch})
     )
+    computing = ""
+    if scheduling.threads is not None:
+        computing = f"""instance_group [ {{ kind: KIND_CPU count: 1 }} ]
+parameters {{ key: "intra_op_thread_count" value: {{ string_value: "{scheduling.threads}" }} }}
+"""
     return f"""# {graph.describe_input()}
 name: "{graph.name}"
 backend: "onnxruntime"
-max_batch_size: {MOST}
+max_batch_size: {scheduling.max_batch}
 input [ {{ name: "{INPUT}" data_type: TYPE_UINT8 dims: [ {shape} ] }} ]
 {_logits(graph)}
-dynamic_batching {{ max_queue_delay_microseconds: {DELAY} }}
-{warm}
+dynamic_batching {{ max_queue_delay_microseconds: {scheduling.delay} }}
+{computing}{warm}
 """
 
 

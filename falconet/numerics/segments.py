@@ -1,7 +1,9 @@
 """A traced model cut into pieces: segments to recompute, or the stages of a pipeline."""
 
 import operator
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -18,7 +20,25 @@ class _Tracer(fx.Tracer):
     """Keeps norms, and layers without sublayers, whole.
 
     fx would trace into everything outside torch.nn: it would run the norms' counters and fix whether a layer trains.
+    Meanwhile it replaces how every module of the process is called; models that compute in other threads, as a server
+    does while it loads another, are left alone.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole = isinstance(m, _BatchNorm | nn.GroupNorm) or next(m.children(), None) is None

@@ -1,1 +1,1 @@
-"""Serving over HTTP."""
+"""Serving over HTTP and gRPC."""

@@ -6,24 +6,20 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 
 from aiohttp import web
 
-import falconet
-from falconet.errors import UserError, memory_shortage
+from falconet.errors import UserError
 from falconet.infer.predictor import Scores
-from falconet.serve import bodies, protocol, uploads
+from falconet.serve import bodies, protocol, site, uploads
 from falconet.serve.bodies import Bytes, Memory
 from falconet.serve.classification import classify
-from falconet.serve.connections import LOG, refusal
+from falconet.serve.connections import log_failure, refusal
 from falconet.serve.protocol import Asked, Served
-from falconet.serve.refusals import ComputingError, ForbiddenError, OverloadedError, RefusedError, RequestError
+from falconet.serve.refusals import ForbiddenError, OverloadedError, RefusedError, RequestError
 from falconet.serve.repository import Model, Repository
 
 AT_ONCE = 4 << 10  # bytes of JSON, or scores to write as JSON, that do not need another thread
-MOST_FAILED = 3  # failed batches in a row after which the server is not ready: a broken device fails on all
-MOST_PHOTOS = 256  # in one request
 TOP = 5  # classes of a photo, unless the request says how many
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -51,7 +47,7 @@ class FrontEnd:
         """All routes."""
         app = web.Application(middlewares=[_in_one_line])
         app.router.add_post("/predict", self._predict)
-        app.router.add_get("/v2", _always(_server_metadata()))
+        app.router.add_get("/v2", _always(protocol.server_metadata()))
         app.router.add_get("/v2/health/live", _always({"live": True}))
         app.router.add_get("/v2/health/ready", self._ready)
         app.router.add_get("/v2/models/stats", self._all_statistics)
@@ -64,6 +60,7 @@ class FrontEnd:
         app.router.add_post("/v2/repository/index", self._index)
         app.router.add_post("/v2/repository/models/{model}/load", self._load)
         app.router.add_post("/v2/repository/models/{model}/unload", self._unload)
+        site.add_routes(app)
         return app
 
     # Photos.
@@ -79,8 +76,6 @@ class FrontEnd:
                 sent = await loop.run_in_executor(
                     self._decoding, uploads.read, incoming.bytes.data, request.headers.get("Content-Type", "")
                 )
-                if len(sent.photos) > MOST_PHOTOS:
-                    raise RequestError(f"got {len(sent.photos):,} photos, expected at most {MOST_PHOTOS} in a request")
                 top = _top(request.query.get("top", sent.fields.get("top")), model.served)
                 answer = await classify(model, sent.photos, top=top, deadline=deadline, threads=self._decoding)
         return web.json_response(answer)
@@ -96,23 +91,22 @@ class FrontEnd:
         return self._repository.find(request.match_info["model"], request.match_info.get("version", ""))
 
     async def _ready(self, _: web.Request) -> web.Response:
-        return _readiness(self.is_ready and all(map(_works, self._repository.models)))
+        return _readiness(self.is_ready and all(model.works for model in self._repository.models))
 
     async def _model_ready(self, request: web.Request) -> web.Response:
-        return _readiness(self.is_ready and _works(self._found(request)))
+        return _readiness(self.is_ready and self._found(request).works)
 
     async def _metadata(self, request: web.Request) -> web.Response:
         return web.json_response(protocol.metadata(self._found(request).served))
 
     async def _config(self, request: web.Request) -> web.Response:
-        model = self._found(request)
-        return web.json_response(protocol.configuration(model.served, max_delay=model.batcher.policy.max_delay))
+        return web.json_response(self._found(request).configuration())
 
     async def _statistics(self, request: web.Request) -> web.Response:
-        return web.json_response({"model_stats": [_counted(self._found(request))]})
+        return web.json_response({"model_stats": [self._found(request).statistics()]})
 
     async def _all_statistics(self, _: web.Request) -> web.Response:
-        return web.json_response({"model_stats": [_counted(model) for model in self._repository.models]})
+        return web.json_response({"model_stats": [model.statistics() for model in self._repository.models]})
 
     async def _infer(self, request: web.Request) -> web.Response:
         with self._used(request.match_info["model"], request.match_info.get("version", "")) as model:
@@ -121,9 +115,10 @@ class FrontEnd:
             kind = "a request of JSON alone" if header is None else f"a request with {protocol.HEADER}"
             with self._memory.reserved(bodies.announced(request, most=most, kind=kind)) as incoming:
                 await bodies.receive(incoming, request)
-                deadline = asyncio.get_running_loop().time() + self._seconds
+                received = asyncio.get_running_loop().time()
                 asked = await self._read(incoming.bytes, header, model.served)
-                computed = await model.computed(asked.images, deadline=deadline)
+                seconds = min(self._seconds, asked.seconds or self._seconds)
+                computed = await model.computed(asked.images, deadline=received + seconds)
                 answer, headers = await self._written(computed.scores, asked, model.served)
         return web.Response(body=answer, headers=headers)
 
@@ -168,23 +163,8 @@ def _top(asked: str | None, served: Served) -> int:
     return min(number, len(served.class_names))
 
 
-def _works(model: Model) -> bool:
-    return model.batcher.counts.failed_in_a_row < MOST_FAILED
-
-
 def _readiness(ready: bool) -> web.Response:
     return web.json_response({"ready": ready}, status=200 if ready else 503)
-
-
-def _counted(model: Model) -> dict[str, object]:
-    counts = model.batcher.counts
-    return {
-        "name": model.served.name,
-        "version": model.served.version,
-        "inference_count": counts.images,
-        "execution_count": counts.executions,
-        "falconet": asdict(counts),
-    }
 
 
 @web.middleware
@@ -192,11 +172,8 @@ async def _in_one_line(request: web.Request, handler: Handler) -> web.StreamResp
     """Answer errors as the protocol does: JSON with one line."""
     try:
         return await handler(request)
-    except ComputingError as error:
-        is_short = error.__cause__ is not None and memory_shortage(error.__cause__) is not None
-        LOG.error("%s", error, exc_info=None if is_short else error)
-        return refusal(error.status, str(error))
     except RefusedError as error:
+        log_failure(error)
         return refusal(error.status, str(error), {"Retry-After": "1"} if isinstance(error, OverloadedError) else None)
     except UserError as error:  # a model that cannot be loaded
         return refusal(400, str(error))
@@ -209,7 +186,3 @@ def _always(content: dict[str, object]) -> Handler:
         return web.Response(text=text, content_type="application/json")
 
     return answer
-
-
-def _server_metadata() -> dict[str, object]:
-    return {"name": "falconet", "version": falconet.__version__, "extensions": list(protocol.EXTENSIONS)}

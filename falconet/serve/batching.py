@@ -2,17 +2,15 @@
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from falconet.infer.predictor import Pixels, Scores
+from falconet.infer.predictor import Execute, Pixels, Scores
 from falconet.report.console import are
 from falconet.serve.refusals import ComputingError, LateError, OverloadedError
-
-Execute = Callable[[Sequence[Pixels]], list[Scores]]  # returns the scores of each portion; blocks its thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +36,25 @@ class Counts:
     failed_in_a_row: int = 0  # failed executions since the last success
 
 
+@dataclass
+class Batches:
+    """Those of one size."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Spent:
+    """Where the time went, in seconds."""
+
+    queued: float = 0.0  # by requests that were answered
+    computed: float = 0.0  # by their batches; a batch counts once for each of its requests
+    failed: float = 0.0  # by requests that were not answered, in all
+    by_size: defaultdict[int, Batches] = field(default_factory=lambda: defaultdict(Batches))  # images: batches
+    last: float = 0.0  # when the last request was answered, since 1970
+
+
 class Computed(NamedTuple):
     """The scores of a request, and where its time went."""
 
@@ -57,7 +74,7 @@ class Batcher:
     """Gathers waiting requests into batches for the lanes; belongs to one event loop."""
 
     def __init__(self, lanes: Sequence[Execute], policy: Policy) -> None:
-        self.counts = Counts()
+        self.counts, self.spent = Counts(), Spent()
         self.policy = policy
         self._idle = list(lanes)
         self._threads = ThreadPoolExecutor(len(lanes), thread_name_prefix="lane")
@@ -84,6 +101,7 @@ class Batcher:
         except TimeoutError:
             self.counts.late += 1
             waited = asyncio.get_running_loop().time() - waiting.since
+            self.spent.failed += waited
             raise LateError(f"not computed within {waited:.3g} s, the time that the request had") from None
         finally:
             if waiting in self._queue:  # late, or cancelled because its client disconnected
@@ -141,12 +159,19 @@ class Batcher:
                     self.counts.dropped += 1
                 elif error is not None:
                     self.counts.failed += 1
+                    self.spent.failed += asyncio.get_running_loop().time() - waiting.since
                     waiting.computed.set_exception(_failure(error))
                 else:
                     self.counts.requests += 1
                     self.counts.images += len(waiting.images)
                     scores, seconds = done.result()
+                    self.spent.queued += started - waiting.since
+                    self.spent.computed += seconds
                     waiting.computed.set_result(Computed(scores[number], started - waiting.since, seconds))
+            if error is None:
+                same = self.spent.by_size[_size(batch)]
+                same.count, same.seconds = same.count + 1, same.seconds + done.result()[1]
+                self.spent.last = time.time()
             self._start_batches()
 
         running.add_done_callback(answer)

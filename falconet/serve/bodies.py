@@ -35,6 +35,15 @@ class Memory:
         finally:
             self._free += body.counted
 
+    @contextlib.contextmanager
+    def held(self, length: int) -> Iterator[None]:
+        """Count what was received elsewhere."""
+        self._take(length)
+        try:
+            yield
+        finally:
+            self._free += length
+
     def _take(self, length: int) -> None:
         if length > self._free:
             raise OverloadedError("out of memory for request bodies; try again later")

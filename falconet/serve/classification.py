@@ -72,12 +72,12 @@ async def _read(model: Model, photos: Sequence[Upload], threads: Executor) -> li
 
 def _predictions(
     model: Model, photos: Sequence[Upload], read: Sequence[Read], computed: Sequence[Computed], *, top: int
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """One object for each photo, in their order."""
     about = model.served
     several = about.activation == "sigmoid"
     rows = iter(row for part in computed for row in part.scores)
-    found = []
+    found: list[dict[str, object]] = []
     for photo, each in zip(photos, read, strict=True):
         if each.pixels is None:
             found.append({"name": photo.name, "error": each.problem})

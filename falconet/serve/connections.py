@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,8 +15,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from falconet import exits
-from falconet.errors import ConfigError, printable
+from falconet.errors import ConfigError, memory_shortage, printable
 from falconet.exits import DONE, INTERRUPTED
+from falconet.serve.refusals import ComputingError, RefusedError
 
 IDLE_SECONDS = 75.0  # to receive a request line and headers; aiohttp's default is an hour
 ANSWER_SECONDS = 60.0  # for a client to take what was sent to it
@@ -27,6 +28,7 @@ LOOKS = 10  # turns of the loop in which everything that was sent before a reque
 AT_ONCE = struct.pack("ii", True, 0)  # seconds to linger
 READ_AHEAD = 1 << 20  # bytes buffered per connection
 LONGEST = 200  # characters of an error
+Drain = Callable[[], Coroutine[None, None, int]]  # finishes requests in progress; returns how many were cut
 LOG = logging.getLogger("falconet.serve")  # failures of the server; bad requests are answered, not logged
 
 
@@ -65,6 +67,13 @@ class Answering(Protocol):
 def refusal(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:
     """An error as the protocol has it: JSON with one printable line."""
     return web.json_response({"error": printable(reason)}, status=status, headers=headers)
+
+
+def log_failure(error: RefusedError) -> None:
+    """Log a fault of the server; what its clients do wrong is only answered."""
+    if isinstance(error, ComputingError):
+        is_short = error.__cause__ is not None and memory_shortage(error.__cause__) is not None
+        LOG.error("%s", error, exc_info=None if is_short else error)
 
 
 class Connection(web.RequestHandler):
@@ -173,8 +182,12 @@ async def serve(
     *,
     drain_seconds: float,
     started: Callable[[], None],
+    drains: Sequence[Drain] = (),
 ) -> Stopped:
-    """Serve until a signal, then finish requests in progress; the code is 130 after Ctrl-C, else 0."""
+    """Serve until a signal, then finish requests in progress; the code is 130 after Ctrl-C, else 0.
+
+    `drains`: of servers beside this one, which finish their requests meanwhile, and return how many they cut.
+    """
     loop = asyncio.get_running_loop()
     asked: asyncio.Future[signal.Signals] = loop.create_future()
     task = asyncio.current_task()
@@ -193,7 +206,9 @@ async def serve(
     async with answering(front, listening, drain_seconds=drain_seconds) as cut:
         started()  # not before a signal would be handled
         reason = await asked
-    return Stopped(INTERRUPTED if reason == signal.SIGINT else DONE, sum(cut))
+        draining = [loop.create_task(drain()) for drain in drains]
+    others = await asyncio.gather(*draining)
+    return Stopped(INTERRUPTED if reason == signal.SIGINT else DONE, sum(cut) + sum(others))
 
 
 @contextlib.asynccontextmanager

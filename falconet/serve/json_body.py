@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 MOST_REST = 16 << 10  # bytes of JSON beside the lists of numbers
 MOST_DEPTH = 32  # lists and objects within each other
-_MARK = "NaN"  # takes the place of a list; not JSON, so it is refused where a client sends it
+MARK = "NaN"  # takes the place of what was cut; not JSON, so it is refused where a client sends it
 _DATA = re.compile(rb'"data"\s*:\s*(?=\[)')
 _IN_LISTS = np.isin(np.arange(256), np.frombuffer(b"0123456789,[] \t\r\n", dtype=np.uint8))
 _Text = npt.NDArray[np.uint8]  # one dimension
@@ -68,16 +68,21 @@ def loads(text: memoryview) -> Any:
     kept, lists = _cut(np.frombuffer(text, dtype=np.uint8))
     if len(kept) > MOST_REST:
         raise ValueError(f"{len(kept):,} bytes beside the numbers of data, expected at most {MOST_REST:,}")
-    left = iter(lists)
+    return parse(kept, lists)
 
-    def constant(word: str) -> Numbers:
-        found = next(left, None) if word == _MARK else None
+
+def parse(text: bytes, cut: Iterable[object]) -> Any:
+    """Parse short JSON in which marks stand for what was cut out; raise ValueError if it is none, or nested deeply."""
+    left = iter(cut)
+
+    def constant(word: str) -> object:
+        found = next(left, None) if word == MARK else None
         if found is None:
             raise ValueError(f"{word} is not a number")
         return found
 
     try:
-        content = json.loads(kept, parse_constant=constant)
+        content = json.loads(text, parse_constant=constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     _check_depth(content)
@@ -97,7 +102,7 @@ def _cut(text: _Text) -> tuple[bytes, list[Numbers]]:
             run = text[start : others[following] if following < len(others) else len(text)].tobytes()
             run = run[: run.rfind(b"]") + 1]
             if run and run.count(b"[") == run.count(b"]"):
-                kept += [text[at:start].tobytes(), _MARK.encode()]
+                kept += [text[at:start].tobytes(), MARK.encode()]
                 lists.append(Numbers(run))
                 at = start + len(run)
     return b"".join([*kept, text[at:].tobytes()]), lists

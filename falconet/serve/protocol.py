@@ -1,22 +1,31 @@
-"""The Open Inference Protocol (v2) with Triton's binary tensors: bytes to values and back, no network."""
+"""The Open Inference Protocol (v2) with Triton's binary tensors and classes: bytes to values and back, no network."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+import falconet
 from falconet.data.preprocessing import Preprocessing
 from falconet.infer.prediction import Activation
 from falconet.infer.predictor import Pixels, Scores
 from falconet.serve import json_body
+from falconet.serve.batching import Counts, Spent
 from falconet.serve.refusals import RequestError
 
 INPUT, OUTPUT = "input_0", "output_0"
 HEADER = "Inference-Header-Content-Length"  # bytes of JSON before the binary tensors
-EXTENSIONS = ("binary_tensor_data", "model_configuration", "statistics")
+EXTENSIONS = (
+    "binary_tensor_data",
+    "classification",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "statistics",
+)
 MOST_JSON = 4 << 20  # bytes of a request whose images are text
 SHOWN = 40  # characters of a client's value in an error
 _DATATYPES = {"float16": "FP16", "float32": "FP32"}
@@ -57,6 +66,41 @@ class Asked:
     images: Pixels  # a view of the body if that was binary
     id: str | None
     binary: bool  # whether to answer with a binary tensor
+    classes: int = 0  # how many of the best classes to answer in words; 0: all scores
+    seconds: float | None = None  # until the request is late
+
+
+class Tensor(NamedTuple):
+    """What is answered: scores, or the best classes in words."""
+
+    datatype: str
+    shape: tuple[int, ...]
+    values: Scores | list[bytes]
+
+    def raw(self) -> bytes:
+        """Little-endian numbers, or texts, each after its length."""
+        if isinstance(self.values, list):
+            return b"".join(len(text).to_bytes(4, "little") + text for text in self.values)
+        return self.values.astype(self.values.dtype.newbyteorder("<"), copy=False).tobytes()
+
+    def data(self) -> str:
+        """All values as one JSON list."""
+        if isinstance(self.values, list):
+            return json.dumps([text.decode() for text in self.values])
+        return _numbers(self.values)
+
+
+def output_tensor(scores: Scores, asked: Asked, served: Served) -> Tensor:
+    """What a request asked for."""
+    if not asked.classes:
+        return Tensor(_DATATYPES[served.output], scores.shape, scores)
+    best = np.argsort(-scores, axis=1, kind="stable")[:, : asked.classes]  # nan last; of equals, the first
+    texts = [
+        f"{row[number]:f}:{number}:{served.class_names[number]}".encode()
+        for row, numbers in zip(scores, best.tolist(), strict=True)
+        for number in numbers
+    ]
+    return Tensor("BYTES", best.shape, texts)
 
 
 def read_request(body: memoryview, header: str | None, served: Served) -> Asked:
@@ -67,28 +111,40 @@ def read_request(body: memoryview, header: str | None, served: Served) -> Asked:
     if len(inputs) != 1:
         raise RequestError(f"inputs: got {len(inputs)}, expected only {INPUT}")
     tensor = _object(inputs[0], "inputs[0]")
-    if tensor.get("name") != INPUT:
-        raise RequestError(f"inputs[0].name: got {_shown(tensor.get('name'))}, expected '{INPUT}'")
-    if tensor.get("datatype") != "UINT8":
-        raise RequestError(f"{INPUT}.datatype: got {_shown(tensor.get('datatype'))}, expected 'UINT8'")
-    shape = _shape(tensor.get("shape"), served)
+    shape = read_shape(tensor.get("name"), tensor.get("datatype"), tensor.get("shape"), served)
     images = _pixels(tensor, shape, body[length:])
     named = content.get("id")
     if named is not None and not isinstance(named, str):
         raise RequestError(f"id: got {_shown(named)}, expected a string")
-    return Asked(images=images, id=named, binary=_wants_binary(content))
+    parameters = _object(content.get("parameters", {}), "parameters")
+    everything = parameters.get("binary_data_output", False)
+    wished: Mapping[str, Any] = {}
+    outputs = _list(content, "outputs") if "outputs" in content else []
+    if outputs:
+        named_outputs = [_object(output, f"outputs[{number}]") for number, output in enumerate(outputs)]
+        require_output([output.get("name") for output in named_outputs])
+        wished = _object(named_outputs[0].get("parameters", {}), f"{OUTPUT}.parameters")
+    at = f"{OUTPUT}.parameters.binary_data" if "binary_data" in wished else "parameters.binary_data_output"
+    return Asked(
+        images=images,
+        id=named,
+        binary=_switch(wished.get("binary_data", everything), at),
+        classes=read_classes(wished, known=("binary_data",)),
+        seconds=read_seconds(parameters),
+    )
 
 
 def write_answer(scores: Scores, asked: Asked, served: Served) -> tuple[bytes, dict[str, str]]:
     """Encode an answer: its body and its headers."""
-    output: dict[str, object] = {"name": OUTPUT, "datatype": _DATATYPES[served.output], "shape": list(scores.shape)}
+    tensor = output_tensor(scores, asked, served)
+    output: dict[str, object] = {"name": OUTPUT, "datatype": tensor.datatype, "shape": list(tensor.shape)}
     content: dict[str, object] = {"model_name": served.name, "model_version": served.version, "outputs": [output]}
     if asked.id is not None:
         content = {"id": asked.id, **content}
     if not asked.binary:
         before = json.dumps(content).removesuffix("}]}")  # the ends of the output, of the outputs and of the answer
-        return f'{before}, "data": {_numbers(scores)}}}]}}'.encode(), {"Content-Type": "application/json"}
-    raw = scores.astype(scores.dtype.newbyteorder("<"), copy=False).tobytes()
+        return f'{before}, "data": {tensor.data()}}}]}}'.encode(), {"Content-Type": "application/json"}
+    raw = tensor.raw()
     output["parameters"] = {"binary_data_size": len(raw)}
     head = json.dumps(content).encode()
     return head + raw, {"Content-Type": "application/octet-stream", HEADER: str(len(head))}
@@ -104,6 +160,11 @@ def _numbers(scores: Scores) -> str:
         for row in scores
     )
     return f"[{', '.join(json.dumps(row, allow_nan=False)[1:-1] for row in rows)}]"
+
+
+def server_metadata() -> dict[str, object]:
+    """The answer to GET /v2."""
+    return {"name": "falconet", "version": falconet.__version__, "extensions": list(EXTENSIONS)}
 
 
 def metadata(served: Served) -> dict[str, object]:
@@ -130,10 +191,46 @@ def configuration(served: Served, *, max_delay: float) -> dict[str, object]:
     return {
         "name": served.name,
         "platform": "falconet_pytorch",
+        "backend": "falconet",
         "max_batch_size": served.max_batch,
         "input": [{"name": INPUT, "data_type": "TYPE_UINT8", "dims": list(served.image_shape)}],
         "output": [{"name": OUTPUT, "data_type": output, "dims": [len(served.class_names)]}],
         "dynamic_batching": {"max_queue_delay_microseconds": round(max_delay * 1e6)},
+    }
+
+
+def statistics(served: Served, counts: Counts, spent: Spent) -> dict[str, object]:
+    """What a model has done, as Triton counts it, and as we do."""
+
+    def duration(count: int, seconds: float = 0.0) -> dict[str, int]:
+        return {"count": count, "ns": round(seconds * 1e9)}
+
+    return {
+        "name": served.name,
+        "version": served.version,
+        "last_inference": round(spent.last * 1000),
+        "inference_count": counts.images,
+        "execution_count": counts.executions,
+        "inference_stats": {
+            "success": duration(counts.requests, spent.queued + spent.computed),
+            "fail": duration(counts.failed + counts.late + counts.refused, spent.failed),
+            "queue": duration(counts.requests, spent.queued),
+            "compute_input": duration(counts.requests),  # copying is part of the computation here
+            "compute_infer": duration(counts.requests, spent.computed),
+            "compute_output": duration(counts.requests),
+            "cache_hit": duration(0),
+            "cache_miss": duration(0),
+        },
+        "batch_stats": [
+            {
+                "batch_size": size,
+                "compute_input": duration(batches.count),
+                "compute_infer": duration(batches.count, batches.seconds),
+                "compute_output": duration(batches.count),
+            }
+            for size, batches in sorted(spent.by_size.items())
+        ],
+        "falconet": asdict(counts),
     }
 
 
@@ -170,7 +267,12 @@ def _list(content: Mapping[str, Any], name: str) -> list[Any]:
     return value
 
 
-def _shape(value: object, served: Served) -> tuple[int, ...]:
+def read_shape(name: object, datatype: object, value: object, served: Served) -> tuple[int, ...]:
+    """The shape of the only input."""
+    if name != INPUT:
+        raise RequestError(f"inputs[0].name: got {_shown(name)}, expected '{INPUT}'")
+    if datatype != "UINT8":
+        raise RequestError(f"{INPUT}.datatype: got {_shown(datatype)}, expected 'UINT8'")
     expected = ", ".join(map(str, served.image_shape))
     numbers = value if isinstance(value, list) and all(type(length) is int for length in value) else []
     if tuple(numbers[1:]) != served.image_shape or not 1 <= numbers[0] <= served.max_batch:
@@ -208,21 +310,32 @@ def _from_numbers(data: object, shape: tuple[int, ...]) -> Pixels:
     return found.astype(np.uint8).reshape(shape)
 
 
-def _wants_binary(content: Mapping[str, Any]) -> bool:
-    everything = _object(content.get("parameters", {}), "parameters").get("binary_data_output", False)
-    outputs = _list(content, "outputs") if "outputs" in content else []
-    if not outputs:
-        return _switch(everything, "parameters.binary_data_output")
-    if len(outputs) != 1:
-        raise RequestError(f"outputs: got {len(outputs)}, expected only {OUTPUT}")
-    output = _object(outputs[0], "outputs[0]")
-    if output.get("name") != OUTPUT:
-        raise RequestError(f"outputs[0].name: got {_shown(output.get('name'))}, expected '{OUTPUT}'")
-    parameters = _object(output.get("parameters", {}), f"{OUTPUT}.parameters")
+def require_output(names: list[Any]) -> None:
+    """Refuse a request for other outputs than the one that there is."""
+    if len(names) != 1:
+        raise RequestError(f"outputs: got {len(names)}, expected only {OUTPUT}")
+    if names != [OUTPUT]:
+        raise RequestError(f"outputs[0].name: got {_shown(names[0])}, expected '{OUTPUT}'")
+
+
+def read_classes(parameters: Mapping[str, Any], *, known: tuple[str, ...] = ()) -> int:
+    """How many classes the parameters of the output ask for; `known`: what else they may have."""
     for name in parameters:
-        if name != "binary_data":
-            raise RequestError(f"{OUTPUT}.parameters: {_shown(name)} is not supported; expected only binary_data")
-    return _switch(parameters.get("binary_data", everything), f"{OUTPUT}.parameters.binary_data")
+        if name not in ("classification", *known):
+            expected = " and ".join(("classification", *known))
+            raise RequestError(f"{OUTPUT}.parameters: {_shown(name)} is not supported; expected only {expected}")
+    return _whole(parameters.get("classification", 0), f"{OUTPUT}.parameters.classification")
+
+
+def read_seconds(parameters: Mapping[str, Any]) -> float | None:
+    """The time that a request gives itself; `timeout` is in microseconds, and 0 means none."""
+    return _whole(parameters.get("timeout", 0), "parameters.timeout") / 1e6 or None
+
+
+def _whole(value: object, what: str) -> int:
+    if type(value) is not int or value < 0:
+        raise RequestError(f"{what}: got {_shown(value)}, expected a whole number, at least 0")
+    return value
 
 
 def _switch(value: object, what: str) -> bool:

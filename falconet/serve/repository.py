@@ -10,14 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from falconet.errors import UserError, did_you_mean
-from falconet.infer.predictor import Pixels
+from falconet.infer.predictor import Execute, Pixels
 from falconet.report.console import Say
-from falconet.serve.batching import Batcher, Computed, Counts, Execute, Policy
+from falconet.serve import protocol
+from falconet.serve.batching import Batcher, Computed, Counts, Policy
 from falconet.serve.protocol import Served
 from falconet.serve.refusals import RequestError, UnavailableError, UnknownModelError
 
 Decode = Callable[[memoryview], npt.NDArray[np.uint8]]  # an encoded photo -> S x S x 3; UnreadableImageError
 State = Literal["READY", "UNAVAILABLE"]
+MOST_FAILED = 3  # failed batches in a row after which a model is not ready: a broken device fails on all
 
 
 class Opened(NamedTuple):
@@ -58,6 +60,11 @@ class Model:
         self._unused = asyncio.Event()
         self._unused.set()
 
+    @property
+    def works(self) -> bool:
+        """Whether it has computed lately what it was given."""
+        return self.batcher.counts.failed_in_a_row < MOST_FAILED
+
     @contextlib.contextmanager
     def used(self) -> Iterator["Model"]:
         """Inside the context, the model stays, even if a newer version takes its name."""
@@ -73,6 +80,14 @@ class Model:
     async def computed(self, images: Pixels, *, deadline: float | None = None) -> Computed:
         """The scores of 1 to `max_batch` images."""
         return await self.batcher.submit(images, deadline=deadline)
+
+    def configuration(self) -> dict[str, object]:
+        """As Triton has it."""
+        return protocol.configuration(self.served, max_delay=self.batcher.policy.max_delay)
+
+    def statistics(self) -> dict[str, object]:
+        """As Triton has them."""
+        return protocol.statistics(self.served, self.batcher.counts, self.batcher.spent)
 
     async def retire(self) -> None:
         """Wait for the requests that use it, then let its threads and its memory go."""

@@ -2,9 +2,8 @@
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 
 from falconet.checkpoint import format
@@ -13,50 +12,117 @@ from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, load_options
 from falconet.config.settings import LINE, Setting
-from falconet.data.image_files import open_rgb
+from falconet.data.encoded import PhotoDecoder
 from falconet.errors import CheckpointError, ConfigError
 from falconet.infer.classifier import Classifier
-from falconet.infer.model import Transform
-from falconet.infer.predictor import Predictor, open_served
+from falconet.infer.conversion import RECORD
+from falconet.infer.engines import Engine, open_engine, opened_export
+from falconet.infer.predictor import Execute, open_served
+from falconet.parallel import world
 from falconet.report.console import Say, counted
-from falconet.serve.batching import Execute
 from falconet.serve.protocol import Served
-from falconet.serve.repository import Decode, Opened, Source
+from falconet.serve.repository import Opened, Source
 
 MAX_BATCH = 64
-CHECKPOINTS = "checkpoints"  # the folder of them in a run folder
+CHECKPOINTS, EXPORTS = "checkpoints", "export"  # their folders in a run folder
 OF_ONE_MODEL = ("checkpoint-input-path", "more-models", "model", "pretrained", "image-size", "classes")
 _ODD = re.compile(r"[^A-Za-z0-9._-]+")
 
 
-def sources(loaded: Loaded[ServeOptions], say: Say) -> tuple[dict[str, Source], Callable[[], dict[str, Source]]]:
-    """The models that are loaded at the start, by name; and a function for all that may be, found anew each time."""
-    asked = loaded.options
-    path = asked.input.checkpoint_input_path
-    first: dict[str, Source] = {}
-    if path is not None or any(setting.bare in ("model", "pretrained") for setting in loaded.line):
-        name = served_name(path) if path else _plain(asked.model.model)
-        first[name] = _source(name, loaded.line, path, say)
-    for other in asked.models.more_models:
-        name = served_name(other)
-        if name in first:
-            raise ConfigError(f"--more-models: {other} would be served as '{name}', which is taken; rename its folder")
-        first[name] = _source(name, _line_for(other, loaded.line), other, say)
-    if not first and asked.models.repository is None:
-        raise ConfigError("expected a run, as in `falconet serve runs/my-run`, or --model NAME, or --repository DIR")
+class ServedRuns:
+    """The models of a command line: those that are loaded at the start, and those that clients may load."""
 
-    def known() -> dict[str, Source]:
-        if asked.models.repository is None:
-            return first
-        others = {served_name(run): run for run in _runs_in(asked.models.repository)}
-        return {name: _source(name, _line_for(run, loaded.line), run, say) for name, run in others.items()} | first
+    def __init__(self, loaded: Loaded[ServeOptions], photos: PhotoDecoder, say: Say) -> None:
+        """`photos` decodes for all of them; `say` gets a line about what is opened."""
+        self._line, self._photos, self._say = loaded.line, photos, say
+        self._folder = loaded.options.models.repository
+        self._found: dict[Path, Source] = {}  # in the repository, so far
+        self.first = dict(self._named(loaded.options))
 
-    return first, known
+    def _named(self, asked: ServeOptions) -> Iterator[tuple[str, Source]]:
+        path, taken = asked.input.checkpoint_input_path, set[str]()
+        if path is not None or any(setting.bare in ("model", "pretrained") for setting in self._line):
+            name = served_name(path) if path else _plain(asked.model.model)
+            taken.add(name)
+            yield name, self._source(name, self._line, path)
+        for other in asked.models.more_models:
+            name = served_name(other)
+            if name in taken:
+                raise ConfigError(
+                    f"--more-models: {other} would be served as '{name}', which is taken; rename its folder"
+                )
+            taken.add(name)
+            yield name, self._source(name, _line_for(other, self._line), other)
+        if not taken and self._folder is None:
+            raise ConfigError(
+                "expected a run, as in `falconet serve runs/my-run`, or --model NAME, or --repository DIR"
+            )
+
+    def known(self) -> dict[str, Source]:
+        """All models by name, those in the repository as they are now."""
+        runs = _runs_in(self._folder) if self._folder else []
+        for run in runs:
+            if run not in self._found:
+                self._found[run] = self._source(served_name(run), _line_for(run, self._line), run)
+        return {served_name(run): self._found[run] for run in runs} | self.first
+
+    def _source(self, name: str, line: Sequence[Setting], path: Path | None) -> Source:
+        stamps = Stamps(path, load_options(ServeOptions, line).options.choice.checkpoint)
+        return Source(open=lambda: self._opened(name, line, stamps), stamp=stamps.newest)
+
+    def _opened(self, name: str, line: Sequence[Setting], stamps: "Stamps") -> Opened:
+        stamp = stamps.newest()  # before the weights are read: what comes later is newer
+        opened = self._opened_export if stamps.is_export else self._opened_classifier
+        served, engine, about = opened(name, line)
+        preprocessing = served.preprocessing
+        side = preprocessing.image_size
+        pixels = (
+            f"{counted(len(served.class_names), 'class')}, {side} x {side} pixels, up to {served.max_batch} at once"
+        )
+        lanes: list[Execute] = list(engine.lanes)
+        return Opened(
+            served, lanes, lambda photo: self._photos.decode(photo, preprocessing), stamp, f"{pixels}, {about}"
+        )
+
+    def _opened_classifier(self, name: str, line: Sequence[Setting]) -> tuple[Served, Engine, str]:
+        classifier, options = open_served(line, self._say)
+        max_batch = value_or(options.serving.max_batch, MAX_BATCH)
+        engine = open_engine(classifier, options, line, self._say, max_batch=max_batch)
+        served = Served(
+            name=name,
+            version=_version(classifier),
+            preprocessing=classifier.preprocessing,
+            class_names=classifier.class_names,
+            output=engine.dtype.name,
+            max_batch=max_batch,
+            activation=classifier.activation,
+        )
+        return served, engine, f"{options.machine.precision} on {classifier.device}"
+
+    def _opened_export(self, name: str, line: Sequence[Setting]) -> tuple[Served, Engine, str]:
+        options = load_options(ServeOptions, line).options
+        folder, max_batch = options.input.checkpoint_input_path, value_or(options.serving.max_batch, MAX_BATCH)
+        assert folder is not None
+        world.open_machine(options.machine)  # for its number of threads
+        found, engine = opened_export(folder, max_batch=max_batch)
+        for text in engine.lines():
+            self._say(text)
+        served = Served(
+            name=name,
+            preprocessing=found.preprocessing,
+            class_names=found.class_names,
+            output=engine.dtype.name,
+            max_batch=max_batch,
+            activation=found.activation,
+        )
+        return served, engine, f"{found.precision} on cpu"
 
 
 def served_name(path: Path) -> str:
-    """What a run, a checkpoint or a weights file is called in addresses: its own name, or that of its run."""
+    """What a run, a checkpoint, an export or a weights file is called in addresses: as it, or its run, is named."""
     whole = path.resolve()
+    if (whole / RECORD).exists() and whole.parent.name == EXPORTS:
+        return _plain(f"{whole.parent.parent.name}-{whole.name}")
     if (whole / MANIFEST).exists():
         whole = whole.parent
     if whole.name == CHECKPOINTS:
@@ -83,45 +149,11 @@ def _line_for(path: Path, line: Sequence[Setting]) -> list[Setting]:
     return [*kept, Setting("checkpoint-input-path", (str(path),), LINE)]
 
 
-def _source(name: str, line: Sequence[Setting], path: Path | None, say: Say) -> Source:
-    which = load_options(ServeOptions, line).options.choice.checkpoint
-    stamps = Stamps(path, which)
-    return Source(open=lambda: _opened(name, line, stamps, say), stamp=stamps.newest)
-
-
-def _opened(name: str, line: Sequence[Setting], stamps: "Stamps", say: Say) -> Opened:
-    stamp = stamps.newest()  # before the weights are read: what comes later is newer
-    classifier, options = open_served(line, say)
-    max_batch = value_or(options.serving.max_batch, MAX_BATCH)
-    predictor = Predictor(classifier, max_batch=max_batch)
-    served = Served(
-        name=name,
-        version=_version(classifier),
-        preprocessing=classifier.preprocessing,
-        class_names=classifier.class_names,
-        output=str(predictor.dtype).removeprefix("torch."),
-        max_batch=max_batch,
-        activation=classifier.activation,
-    )
-    side = classifier.preprocessing.image_size
-    about = (
-        f"{counted(len(classifier.class_names), 'class')}, {side} x {side} pixels, up to {max_batch} at once,"
-        f" {options.machine.precision} on {classifier.device}"
-    )
-    lanes: list[Execute] = list(predictor.lanes())
-    return Opened(served, lanes, _decoder(classifier), stamp, about)
-
-
 def _version(classifier: Classifier) -> str:
     """The epoch of a run's checkpoint; weights from elsewhere have only one version."""
     if classifier.checkpoint is None:
         return "1"
     return str(format.read_manifest(classifier.checkpoint).progress.epoch)
-
-
-def _decoder(classifier: Classifier) -> Decode:
-    transform = Transform(classifier.preprocessing)
-    return lambda encoded: transform.pixels(open_rgb(BytesIO(encoded))).permute(1, 2, 0).numpy()
 
 
 @dataclass
@@ -134,6 +166,11 @@ class Stamps:
     _stamp: object = None
     _looking: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def is_export(self) -> bool:
+        """Whether `falconet export` made it."""
+        return self.path is not None and (self.path / RECORD).is_file()
+
     def newest(self) -> object:
         """Equal for equal weights; CheckpointError if none of them is whole."""
         if self.path is None:
@@ -141,12 +178,15 @@ class Stamps:
         with self._looking:
             listed = self._listing(self.path)
             if listed != self._listed:
-                self._stamp = self._chosen(self.path) if self.path.is_dir() else listed
+                self._stamp = listed if self.is_export or self.path.is_file() else self._chosen(self.path)
                 self._listed = listed
             return self._stamp
 
     def _listing(self, path: Path) -> object:
-        files = [path] if path.is_file() else [each / MANIFEST for each in format.checkpoints_in(path)]
+        if self.is_export:
+            files = [path / RECORD]
+        else:
+            files = [path] if path.is_file() else [each / MANIFEST for each in format.checkpoints_in(path)]
         try:
             return [(file, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists()]
         except OSError as error:

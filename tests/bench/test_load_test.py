@@ -2,7 +2,6 @@
 
 import contextlib
 import http.server
-import json
 import math
 import subprocess
 import threading
@@ -16,7 +15,7 @@ from falconet.bench.client import Client, Job, Outcome, difference
 from falconet.bench.load_test import Target, Tensors, together
 from falconet.errors import ConfigError, WorldError
 from falconet.infer.predictor import Predictor
-from served import NAME, PATH, SIDE, pixels, running, small_classifier
+from served import NAME, SIDE, pixels, running, small_classifier
 
 
 def test_throughput_covers_the_time_when_all_clients_send():
@@ -55,6 +54,20 @@ def test_difference_is_relative_to_the_largest_score():
     assert difference(expected * math.nan, expected) == math.inf
 
 
+LINES = {
+    "serving m at http://127.0.0.1:8000: input": ("m", "http://127.0.0.1:8000", None),
+    "serving m at http://[::1]:1 and grpc://[::1]:2: input": ("m", "http://[::1]:1", "[::1]:2"),
+}
+
+
+@pytest.mark.parametrize(("line", "parts"), LINES.items())
+def test_a_servers_first_line_says_where_it_is(line, parts):
+    found = load_test.STARTED.match(line)
+    assert found.groups() == parts
+    if parts[2]:
+        assert Target.at(parts[2], "m", "grpc") == Target(protocol="grpc", host="::1", port=2, model="m")
+
+
 @pytest.fixture
 def job(tmp_path):
     """Clients with two batches of three images and their expected scores."""
@@ -65,7 +78,7 @@ def job(tmp_path):
     return Job(
         host="127.0.0.1",
         port=1,
-        path=PATH,
+        model=NAME,
         input="input_0",
         output="output_0",
         images=str(tmp_path / "images.npy"),
@@ -85,7 +98,9 @@ def test_client_processes_get_the_models_answers(job):
         assert all(sent < answered for outcome in outcomes for sent, answered in outcome.times)
         assert found.batcher.counts.images == 60
         about = Tensors.of(Target.at(f"http://127.0.0.1:{found.port}", NAME))
-        assert about == Tensors(input="input_0", output="output_0", image_size=SIDE, datatype="FP32")
+        assert about == Tensors(
+            input="input_0", output="output_0", image_size=SIDE, channels_last=False, datatype="FP32"
+        )
 
 
 @pytest.mark.dist
@@ -104,7 +119,7 @@ def test_a_failing_client_is_reported_and_none_is_left(job):
     with pytest.raises(WorldError, match=r"client 0: cannot connect: .*refused"):
         load_test.run_clients(job, 2)
     with running() as found, pytest.raises(WorldError, match=r"client 0: OSError: status 404: .*there is no model"):
-        load_test.run_clients(replace(job, port=found.port, path="/v2/models/x/infer"), 1)
+        load_test.run_clients(replace(job, port=found.port, model="x"), 1)
 
 
 def test_control_characters_of_a_foreign_server_are_escaped(job):
@@ -150,11 +165,34 @@ URLS = {
 @pytest.mark.parametrize(("url", "message"), URLS.items())
 def test_an_address_without_a_server_is_refused_in_one_line(url, message):
     with pytest.raises(ConfigError, match=message):
-        Target.at(url, "m").get()
+        Target.at(url, "m").metadata()
+
+
+def test_an_address_without_a_grpc_server_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1: .*refused; expected a gRPC server with m"):
+        Target.at("127.0.0.1:1", "m", "grpc").metadata()
 
 
 def test_a_model_with_other_inputs_is_refused(monkeypatch):
-    about = {"inputs": [{"name": "x", "shape": [-1, 8, 8, 3], "datatype": "UINT8"}], "outputs": [{"name": "y"}]}
-    monkeypatch.setattr(Target, "get", lambda self: json.loads(json.dumps(about)))
-    with pytest.raises(ConfigError, match=r"m takes .*, expected one UINT8 tensor \[-1, 3, S, S\]"):
-        Tensors.of(Target.at("http://x", "m"))
+    """Not an image, not square, of another type, or with several inputs."""
+    fitting = {"name": "x", "shape": [-1, 8, 8, 3], "datatype": "UINT8"}
+    inputs = [
+        [fitting | {"shape": shape}] for shape in ([-1, 8], [-1, 8, 9, 3], [-1, 1, 8, 8], [-1, 3, -1, -1], [-1], [])
+    ]
+    for each in (*inputs, [fitting | {"datatype": "FP32"}], [fitting, fitting]):
+        about = {"inputs": each, "outputs": [{"name": "y", "datatype": "FP32"}]}
+        monkeypatch.setattr(Target, "metadata", lambda self, about=about: about)
+        with pytest.raises(
+            ConfigError, match=r"m takes .*, expected one UINT8 tensor \[-1, 3, S, S\] or \[-1, S, S, 3\]"
+        ):
+            Tensors.of(Target.at("http://x", "m"))
+
+
+@pytest.mark.parametrize(("shape", "channels_last"), [([-1, 3, 8, 8], False), ([-1, 8, 8, 3], True)])
+def test_the_order_of_a_models_pixels_is_read_from_its_shape(monkeypatch, shape, channels_last):
+    inputs = [{"name": "x", "shape": shape, "datatype": "UINT8"}]
+    monkeypatch.setattr(
+        Target, "metadata", lambda _: {"inputs": inputs, "outputs": [{"name": "y", "datatype": "FP16"}]}
+    )
+    expected = Tensors(input="x", output="y", image_size=8, channels_last=channels_last, datatype="FP16")
+    assert Tensors.of(Target.at("http://x", "m")) == expected

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from falconet.bench import triton_server
+from falconet.config.commands import ServeOptions
+from falconet.config.fields import options_of
 from served import running
 from watched import children, is_gone
 
@@ -57,7 +61,69 @@ def test_running_server_is_measured_and_wrong_answers_are_reported(falconet):
         assert "8 of 8 answers differ from the model's output here" in wrong.err
 
 
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="Triton is for Linux on x86-64"
+)
+def test_falconets_and_tritons_server_are_compared_in_one_run(falconet):
+    before = children(os.getpid())
+    answer = falconet(f"{SMALL} --server both --clients 2 --check-answers --output o.json --max-delay 1")
+    assert answer.code == 0, answer.err
+    assert "served to 2 clients, SYNC, 5 turns of 3 requests of each client:" in answer.out
+    found = {
+        name: [
+            float(number.replace(",", ""))
+            for number in re.search(rf"{name} +(.+?) \((.+?) to (.+?)\)", answer.out).groups()
+        ]
+        for name in ("falconet ", "triton ", "falconet / triton:")
+    }
+    assert all(0 < low <= middle <= high for middle, low, high in found.values())
+    for name in ("falconet", "triton"):  # a turn to warm up, and five
+        assert f"{name}: all {6 * 2 * 3} answers match the model's output here" in answer.out
+    assert answer.out.count("has random weights") == 1
+    content = json.loads(Path("o.json").read_text())
+    assert [len(content["turns"][name]) for name in ("falconet", "triton")] == [5, 5]
+    assert len(content["ratios"]) == 5
+    assert children(os.getpid()) == before
+
+
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="Triton is for Linux on x86-64"
+)
+def test_tritons_server_is_measured_over_grpc(falconet):
+    line = f"{SMALL} --server triton --protocol grpc --clients 2 --request-type ASYNC --check-answers --max-queue 9"
+    answer = falconet(line)
+    assert answer.code == 0, answer.err
+    for words in (
+        "note: --max-queue has no effect on Triton's server",
+        "served to 2 clients, ASYNC, 4 requests in flight each, gRPC",
+        "all 16 answers match the model's output here",
+        "server: 5",  # 48 images of requests, and those of the warm-up
+    ):
+        assert words in answer.out
+
+
+def test_falconets_server_is_measured_over_grpc(falconet):
+    answer = falconet(f"{SMALL} --protocol grpc --clients 2 --check-answers")
+    if "grpc-port" in options_of(ServeOptions):
+        assert answer.code == 0, answer.err
+        assert "served to 2 clients, SYNC, gRPC" in answer.out
+        assert "all 16 answers match the model's output here" in answer.out
+    else:
+        assert answer.code == 2
+        assert answer.err.startswith("falconet bench serve: --protocol grpc: Falconet's server has only HTTP here")
+
+
+def test_a_missing_tritonserver_is_reported_before_anything_starts(falconet, monkeypatch, tmp_path):
+    monkeypatch.setattr(triton_server, "ENVIRONMENT", tmp_path)
+    monkeypatch.setenv("PATH", "")
+    answer = falconet(f"{SMALL} --server triton")
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith("falconet bench serve: --server: needs NVIDIA's Triton server, and there is none")
+
+
 MISTAKES = {
+    f"{SMALL} --url http://127.0.0.1:1 --server both": "--server both: contradicts --url",
+    f"{SMALL} --url 127.0.0.1:1 --protocol grpc": "--url: 127.0.0.1:1: ",
     f"{SMALL} --url http://127.0.0.1:1": "--url: http://127.0.0.1:1/v2/models/resnet8-cifar: ",
     f"{SMALL} --data synthetic": "--data synthetic: exists only on the device",
     f"{SMALL} --request-type sync": "--request-type: got 'sync', expected SYNC or ASYNC",

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import re
@@ -9,20 +10,29 @@ import signal
 import socket
 import time
 
+import grpc
 import numpy as np
 import pytest
 import torch
+from tritonclient.grpc import service_pb2 as published
 
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import write_manifest
+from falconet.commands import serve
+from falconet.config.options import Serving
 from falconet.config.settings import LINE, Setting
+from falconet.errors import ConfigError
 from falconet.infer.predictor import open_served
+from falconet.serve.interface import descriptors
 from falconet.serve.protocol import HEADER
 from falconet.train.saved_model import open_checkpoint
+from grpc_requests import request
 from served import LIMIT, answers, binary, connected, infer, received, served
 from tiny import TINY
 
-SMALL = "--model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu --max-batch 4"
+SMALL = (
+    "--model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu --max-batch 4 --engine torch"
+)
 pytestmark = pytest.mark.dist
 
 
@@ -36,6 +46,10 @@ def ask(port, images, *, model="resnet8-cifar"):
     return np.frombuffer(answer[int(response.headers[HEADER]) :], dtype=np.float32).reshape(len(images), -1)
 
 
+def grpc_address(lines):
+    return re.search(r" and grpc://(127\.0\.0\.1:\d+): ", "".join(lines))[1]
+
+
 STOPS = [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)]
 
 
@@ -45,7 +59,8 @@ def test_signal_stops_the_server_after_requests_in_progress(number, code):
     with served(f"{SMALL} --max-delay 400") as (process, port, lines):
         url = f"http://127.0.0.1:{port}"
         assert lines[-2:] == [
-            f"serving resnet8-cifar at {url}: 5 classes, 8 x 8 pixels, up to 4 at once, 32.32 on cpu\n",
+            f"serving resnet8-cifar at {url} and grpc://{grpc_address(lines)}:"
+            " 5 classes, 8 x 8 pixels, up to 4 at once, 32.32 on cpu\n",
             f"drop photos on {url}, or: curl --data-binary @photo.jpg {url}/predict; Ctrl-C stops\n",
         ]
         with connected(port) as whole, connected(port) as half, connected(port) as idle:
@@ -77,7 +92,89 @@ def test_requests_that_outlast_the_drain_timeout_are_cut_with_one_line():
         assert process.stderr.read() == ""
 
 
-SLOW = "--model resnet50 --image-size 128 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64"  # seconds
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_signal_stops_the_server_after_calls_in_progress(number, code):
+    with served(f"{SMALL} --max-delay 2000") as (process, _, lines):
+        with grpc.insecure_channel(grpc_address(lines)) as channel:
+            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            call = infer.future(request().SerializeToString(), timeout=LIMIT)
+            statistics_of(channel)  # sent later and answered: so the request has arrived
+            time.sleep(0.5)
+            os.kill(process.pid, number)
+            answer = published.ModelInferResponse.FromString(call.result(LIMIT))
+            assert list(answer.outputs[0].shape) == [1, 5]
+        assert process.wait(LIMIT) == code
+        assert process.stdout.read() == "stopped: 1 request, 1 image in 1 batch\n"
+        assert process.stderr.read() == ""
+
+
+def statistics_of(channel):
+    return channel.unary_unary("/inference.GRPCInferenceService/ModelStatistics")(b"", timeout=LIMIT)
+
+
+def test_calls_that_outlast_the_drain_timeout_are_cut_with_one_line():
+    with served(f"{SMALL} --drain-timeout 0.5 --max-delay 100000") as (process, _, lines):
+        with grpc.insecure_channel(grpc_address(lines)) as channel:
+            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            call = infer.future(request().SerializeToString(), timeout=LIMIT)
+            statistics_of(channel)  # sent later and answered: so the request has arrived
+            time.sleep(0.5)
+            os.kill(process.pid, signal.SIGTERM)
+            with pytest.raises(grpc.RpcError):
+                call.result(LIMIT)
+        assert process.wait(LIMIT) == 0
+        assert process.stdout.read() == (
+            "cut off 1 request that had not finished after 0.5 s (--drain-timeout)\n"
+            "stopped: 0 requests, 0 images in 0 batches\n"
+        )
+        assert process.stderr.read() == ""
+
+
+def test_grpc_is_turned_off_or_left_out_where_its_port_is_taken():
+    with served(f"{SMALL} --grpc-port none") as (_, port, lines):
+        assert lines[-2].startswith(f"serving resnet8-cifar at http://127.0.0.1:{port}: ")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        after = taken.getsockname()[1]
+        with served(f"{SMALL.replace('--port 0', '')} --port {after - 1}") as (_, port, lines):
+            assert port == after - 1
+            assert lines[0].startswith(
+                f"serving over HTTP only, without gRPC: cannot listen on '127.0.0.1': port {after} is in use"
+            )
+            assert lines[-2].startswith(f"serving resnet8-cifar at http://127.0.0.1:{port}: ")
+
+
+@pytest.mark.parametrize("missing", ["grpc", "google.protobuf", "the interface"])
+def test_grpc_is_left_out_where_it_cannot_be_and_was_not_asked_for(monkeypatch, missing):
+    def not_built():
+        raise descriptors.NotBuiltError("the gRPC interface is not compiled; `python -m x` compiles it")
+
+    found = importlib.util.find_spec
+    if missing == "the interface":
+        monkeypatch.setattr(descriptors, "read", not_built)
+        why = "the gRPC interface is not compiled; `python -m x` compiles it"
+    else:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
+        why = "needs grpcio and protobuf: pip install 'falconet[serve]'"
+    said = []
+    assert serve._reserve(Serving(port=0), 1234, said.append) is None
+    assert said == [f"serving over HTTP only, without gRPC: {why}"]
+    with pytest.raises(ConfigError, match=re.escape(f"--grpc-port: {why}")):
+        serve._reserve(Serving(port=0, grpc_port=0), 1234, said.append)
+
+
+def test_grpc_follows_the_port_of_http():
+    with socket.create_server(("127.0.0.1", 0)) as near, serve._reserve(Serving(port=0), 1234, print) as found:
+        assert found.getsockname()[1] not in (0, 1235, near.getsockname()[1])
+        free = found.getsockname()[1]
+    with serve._reserve(Serving(), free - 1, print) as found:
+        assert found.getsockname()[1] == free
+    with serve._reserve(Serving(port=65535), 65535, print) as found:
+        assert found.getsockname()[1] > 0
+
+
+SLOW = (  # a batch takes seconds
+    "--model resnet50 --image-size 128 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64 --engine torch"
+)
 
 
 def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():
@@ -127,7 +224,7 @@ def test_a_second_signal_stops_at_once():
 
 def test_checkpoint_supplies_classes_preprocessing_and_scores(falconet):
     assert falconet(f"train {TINY} --data digits --run-dir r").code == 0
-    with served("--checkpoint-input-path r --port 0 --threads 1 --device cpu") as (_, port, lines):
+    with served("--checkpoint-input-path r --port 0 --threads 1 --device cpu --engine torch") as (_, port, lines):
         assert lines[0].startswith("loaded r/checkpoints/")
         name = re.search(r"^serving (\S+) at", lines[-2])[1]
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)) as connection:
@@ -173,7 +270,7 @@ def test_a_checkpoint_with_impossible_preprocessing_is_refused_in_one_line(falco
         del changed["digest"]
         (folder / "manifest.json").unlink()
         write_manifest(folder / "manifest.json", changed, manifest.files)
-        answer = falconet("serve --checkpoint-input-path r --port 0 --threads 1 --device cpu")
+        answer = falconet("serve --checkpoint-input-path r --port 0 --threads 1 --device cpu --engine torch")
         assert answer.code == 2
         assert answer.err.startswith(f"falconet serve: {folder}: preprocessing: {message}")
         assert answer.err.count("\n") == 1
@@ -188,6 +285,10 @@ def test_mistakes_are_one_line(falconet):
             "--port 0 --checkpoint-input-path none": "none: no such file or folder",
             "--port 0 --model resnet5": "--model: 'resnet5' is not a model; did you mean 'resnet50'?",
             "--port 70000 --model resnet50": "--port: got '70000', expected a whole number, from 0 to 65535, or auto",
+            f"--model resnet8-cifar --port 0 --grpc-port {port}": (
+                f"--grpc-port: cannot listen on '127.0.0.1': port {port} is in use"
+            ),
+            "--grpc-port 8001x": "--grpc-port: got '8001x', expected a whole number, from 0 to 65535, or auto or none",
             "--max-batch 0": "--max-batch: got '0', expected a whole number, at least 1, or auto",
         }
         for line, message in mistakes.items():

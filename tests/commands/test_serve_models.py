@@ -16,7 +16,7 @@ from served import LIMIT, served, until
 from tiny import TINY
 
 pytestmark = pytest.mark.dist
-SERVER = "--port 0 --threads 1 --device cpu"
+SERVER = "--port 0 --threads 1 --device cpu --engine torch"
 
 
 def ask(port, method, path, body=b""):

@@ -38,7 +38,18 @@ def test_every_help_text_is_one_sentence_or_list_of_choices():
 
 # What uses the network, deletes, traces, or starts anything beside the training.
 ACTS = (
-    *("wandb", "wandb-project", "allow-wandb", "tensorboard", "weight-histogram", "profile", "url", "host", "port"),
+    *(
+        "wandb",
+        "wandb-project",
+        "allow-wandb",
+        "tensorboard",
+        "weight-histogram",
+        "profile",
+        "url",
+        "host",
+        "port",
+        "grpc-port",
+    ),
     *("weights", "checkpoints-kept", "temporary", "resume", "config", "plan", "photos", "overwrite", "more-models"),
     *("watch", "runs"),
 )

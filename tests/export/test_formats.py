@@ -152,7 +152,7 @@ def test_a_model_that_cannot_be_traced_is_one_line(tmp_path):
 def test_openvino_is_imported_without_its_telemetry():
     """In a new process: the import itself would report to Intel."""
     program = (
-        "import sys; from falconet.export.formats import import_openvino; import_openvino();"
+        "import sys; from falconet.infer.engines import import_openvino; import_openvino();"
         " from openvino.tools.ovc import telemetry_utils as used; print(used.tm.__name__)"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)

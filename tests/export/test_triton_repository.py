@@ -10,7 +10,7 @@ from google.protobuf import text_format
 from exported import NAMES, PREPROCESSING, SIDE, exported, graph_of
 from falconet.data.crops import evaluation_box
 from falconet.export import triton_repository
-from falconet.export.triton_repository import MODELS, MOST
+from falconet.export.triton_repository import MODELS, MOST, Scheduling
 
 
 @pytest.fixture
@@ -42,6 +42,17 @@ def test_tritons_own_schema_reads_the_configurations(schema, tmp_path):
     assert {size: (list(each.dims), each.random_data) for size, each in warm.items()} == {
         size: ([SIDE, SIDE, 3], True) for size in (1, MOST)
     }
+
+
+def test_a_measured_server_has_the_limits_and_threads_that_ours_has(schema, tmp_path):
+    scheduling = Scheduling(max_batch=5, delay=700, threads=3)
+    triton_repository.write(graph_of(takes_pixels=True), tmp_path, scheduling)
+    model = configurations(tmp_path, schema)["resnet8-cifar"]
+    assert model.max_batch_size == 5
+    assert model.dynamic_batching.max_queue_delay_microseconds == 700
+    assert [(each.kind, each.count) for each in model.instance_group] == [(schema.ModelInstanceGroup.KIND_CPU, 1)]
+    assert model.parameters["intra_op_thread_count"].string_value == "3"
+    assert sorted(each.batch_size for each in model.model_warmup) == [1, 5]
 
 
 def test_ensemble_leads_from_a_photo_to_scores(schema, tmp_path):

@@ -35,6 +35,16 @@ def test_each_portion_gets_the_scores_of_its_images():
         np.testing.assert_allclose(answer, plain(classifier, portion), rtol=1e-4, atol=1e-5)
 
 
+def test_photos_and_tensors_may_be_mixed():
+    """Decoded photos are channels last in memory, tensors of clients are not; both have the same scores."""
+    (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
+    images = pixels(6)
+    photos = np.ascontiguousarray(images.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    (expected,) = lane([images])
+    for found in (lane([photos]), lane([images[:2], photos[2:3], images[3:], photos[:1]])):
+        assert np.array_equal(np.concatenate(found)[:6], expected)
+
+
 def test_scores_are_not_overwritten_by_the_next_batch():
     (lane,) = Predictor(small_classifier(), max_batch=4).lanes()
     (first,) = lane([pixels(3, seed=1)])
@@ -61,7 +71,7 @@ def test_the_model_sees_only_bucket_sizes():
 def test_half_precision_scores_are_close(precision):
     """On a CPU fp16 is computed in fp32, and bf16 scores are widened because numpy has no bf16."""
     half = Predictor(small_classifier(precision), max_batch=4)
-    assert half.dtype == torch.float32
+    assert half.dtype == np.float32
     found = half.logits(torch.from_numpy(pixels(4))).numpy()
     expected = plain(small_classifier(), pixels(4))
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()

@@ -1,20 +1,19 @@
 """The report in headless Chromium: charts and matrix drawn, tables sorted, dark, narrow, printed, and attacks inert."""
 
 import json
-import os
 import random
-import shutil
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
+import browsing
 from falconet.report import run_page
 from falconet.report.run_files import read_run
 from report_runs import answers, write_run
+from served import LIMIT
 
 pytestmark = pytest.mark.dist
-LIMIT = 100_000  # milliseconds
-expect.set_options(timeout=LIMIT)
+
 ATTACK = "<img src=x onerror=\"document.title='attacked'\"><script>document.title='attacked'</script>'\"></script>"
 PAINTED = """element => {
     const canvas = element.querySelector("canvas"), paint = canvas.getContext("2d");
@@ -30,14 +29,8 @@ PAINTED = """element => {
 
 @pytest.fixture(scope="module")
 def browser():
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        missing = "there is no Chromium; apt-get install --no-install-recommends chromium"
-        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=LIMIT)
+    with browsing.chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture
@@ -49,7 +42,7 @@ def visit(browser):
         target = folders[0].parent / "page.html"
         target.write_text(run_page.page([read_run(folder) for folder in folders]))
         context = browser.new_context(viewport={"width": width, "height": 800}, **options)
-        context.set_default_timeout(LIMIT)
+        context.set_default_timeout(1000 * LIMIT)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: wrong.append(str(error)))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from falconet.infer.predictor import Predictor
-from falconet.serve import app
+from falconet.serve import app, repository
 from falconet.serve.protocol import HEADER, MOST_JSON
 from served import LIMIT, NAME, PATH, SIDE, Held, binary, pixels, running, small_classifier, until
 
@@ -155,7 +155,7 @@ def test_a_failing_model_is_not_ready_until_it_works_again(caplog):
     with running(fragile, max_delay=0.0) as found:
         assert (found.request(*binary(pixels(1)))[0], ready()) == (200, 200)
         broken.set()
-        for _ in range(app.MOST_FAILED):
+        for _ in range(repository.MOST_FAILED):
             assert ready() == 200
             status, _, answer = found.request(*binary(pixels(1)))
             assert status == 500

@@ -19,7 +19,10 @@ from falconet.serve.protocol import HEADER, MOST_JSON, read_request
 from falconet.serve.refusals import RequestError
 from served import LIMIT, PATH, SIDE, about, answers, binary, connected, infer, pixels, running, served
 
-SERVER = f"--model resnet8-cifar --image-size {SIDE} --classes 5 --port 0 --threads 1 --device cpu --max-batch 8"
+SERVER = (
+    f"--model resnet8-cifar --image-size {SIDE} --classes 5 --port 0 --threads 1 --device cpu --max-batch 8"
+    " --engine torch"
+)
 LIVE = "/v2/health/live"
 FUZZ_SECONDS = 40.0
 

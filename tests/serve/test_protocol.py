@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from falconet.serve.batching import Batches, Counts, Spent
 from falconet.serve.json_body import MOST_REST
 from falconet.serve.protocol import (
     HEADER,
@@ -16,6 +17,7 @@ from falconet.serve.protocol import (
     configuration,
     metadata,
     read_request,
+    statistics,
     write_answer,
 )
 from falconet.serve.refusals import RequestError
@@ -200,10 +202,28 @@ MISTAKES = {
     ),
     "outputs of text": ({"inputs": [tensor()], "outputs": "x"}, 'outputs: got "x", expected a list'),
     "two outputs": ({"inputs": [tensor()], "outputs": [{}, {}]}, "outputs: got 2, expected only output_0"),
-    "classes asked for": (
-        {"inputs": [tensor()], "outputs": [{"name": "output_0", "parameters": {"classification": 3}}]},
-        'output_0.parameters: "classification" is not supported',
+    "two outputs of the same name": (
+        {"inputs": [tensor()], "outputs": [{"name": "output_0"}] * 2},
+        "outputs: got 2, expected only output_0",
     ),
+    "another parameter of the output": (
+        {"inputs": [tensor()], "outputs": [{"name": "output_0", "parameters": {"shared_memory_region": "x"}}]},
+        'output_0.parameters: "shared_memory_region" is not supported; expected only classification and binary_data',
+    ),
+    **{
+        f"{value!r} classes": (
+            {"inputs": [tensor()], "outputs": [{"name": "output_0", "parameters": {"classification": value}}]},
+            f"output_0.parameters.classification: got {shown}, expected a whole number, at least 0",
+        )
+        for value, shown in ((-1, "-1"), (2.5, "2.5"), ("2", '"2"'), (True, "true"), (None, "nothing"))
+    },
+    **{
+        f"{value!r} microseconds": (
+            {"inputs": [tensor()], "parameters": {"timeout": value}},
+            f"parameters.timeout: got {shown}, expected a whole number, at least 0",
+        )
+        for value, shown in ((-1, "-1"), (1e6, "1000000.0"), ("x", '"x"'))
+    },
     "a switch of text": ({"inputs": [tensor()], "parameters": {"binary_data_output": "yes"}}, "expected true or false"),
 }
 
@@ -283,6 +303,71 @@ def test_an_answer_contains_the_scores(dtype):
     assert HEADER not in headers
     assert "id" not in content
     assert np.array_equal(np.array(content["outputs"][0]["data"], dtype=dtype), scores.ravel())
+
+
+# What tritonserver 2.51 answered for these scores (FP32, thirds) and labels a to e.
+THIRDS = np.array([[1, 5, 3, 5, 2], [9, 8, 7, 6, 77]], dtype=np.float32) / 3
+TOP_3 = ["1.666667:1:b", "1.666667:3:d", "1.000000:2:c", "25.666666:4:e", "3.000000:0:a", "2.666667:1:b"]
+
+
+def classes(count, **more):
+    return {"outputs": [{"name": "output_0", "parameters": {"classification": count, **more}}]}
+
+
+def test_classes_are_written_as_triton_writes_them():
+    asked = read({"inputs": [tensor(shape=[2, 3, SIDE, SIDE], data=[7] * 2 * IMAGE)], **classes(3)})
+    text, _ = write_answer(THIRDS, asked, SERVED)
+    (output,) = json.loads(text)["outputs"]
+    assert output == {"name": "output_0", "datatype": "BYTES", "shape": [2, 3], "data": TOP_3}
+
+
+def test_classes_are_written_as_binary_texts_after_their_lengths():
+    body, headers = write_answer(THIRDS, read({"inputs": [tensor()], **classes(3, binary_data=True)}), SERVED)
+    length = int(headers[HEADER])
+    (output,) = json.loads(body[:length])["outputs"]
+    assert (output["datatype"], output["shape"]) == ("BYTES", [2, 3])
+    assert output["parameters"]["binary_data_size"] == len(body) - length
+    expected = b"".join(len(text).to_bytes(4, "little") + text.encode() for text in TOP_3)
+    assert body[length:] == expected
+
+
+def test_more_classes_than_there_are_give_all_and_none_give_the_scores():
+    text, _ = write_answer(THIRDS, read({"inputs": [tensor()], **classes(99)}), SERVED)
+    (output,) = json.loads(text)["outputs"]
+    assert output["shape"] == [2, CLASSES]
+    assert output["data"][4] == "0.333333:0:a"
+    text, _ = write_answer(THIRDS, read({"inputs": [tensor()], **classes(0)}), SERVED)
+    assert json.loads(text)["outputs"][0]["datatype"] == "FP32"
+
+
+def test_scores_that_are_not_numbers_come_last():
+    scores = np.array([[np.nan, 1, np.inf, -np.inf, 2]], dtype=np.float16)
+    text, _ = write_answer(scores, read({"inputs": [tensor()], **classes(5)}), SERVED)
+    expected = ["inf:2:c", "2.000000:4:e", "1.000000:1:b", "-inf:3:d", "nan:0:a"]
+    assert json.loads(text)["outputs"][0]["data"] == expected
+
+
+def test_a_request_may_limit_its_time():
+    assert read({"inputs": [tensor()], "parameters": {"timeout": 250_000}}).seconds == 0.25
+    assert read({"inputs": [tensor()], "parameters": {"timeout": 0}}).seconds is None
+    assert read({"inputs": [tensor()]}).seconds is None
+
+
+def test_statistics_count_as_triton_does():
+    counts = Counts(requests=3, images=5, executions=2, refused=1, late=1, failed=2)
+    spent = Spent(queued=0.5, computed=0.25, failed=4.0, last=1700000000.5)
+    spent.by_size[4] = Batches(1, 0.125)
+    spent.by_size[1] = Batches(1, 0.0625)
+    found = statistics(SERVED, counts, spent)
+    assert (found["inference_count"], found["execution_count"]) == (5, 2)
+    assert found["last_inference"] == 1700000000500
+    stats = found["inference_stats"]
+    assert stats["success"] == {"count": 3, "ns": 750_000_000}
+    assert stats["fail"] == {"count": 4, "ns": 4_000_000_000}
+    assert stats["queue"] == {"count": 3, "ns": 500_000_000}
+    assert stats["compute_infer"] == {"count": 3, "ns": 250_000_000}
+    sizes = [(each["batch_size"], each["compute_infer"]) for each in found["batch_stats"]]
+    assert sizes == [(1, {"count": 1, "ns": 62_500_000}), (4, {"count": 1, "ns": 125_000_000})]
 
 
 def test_metadata_has_what_clients_look_for():

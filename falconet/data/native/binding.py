@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from falconet.data.storage import BoolArray, PixelArray, Ranges
 
 SizeArray = npt.NDArray[np.int32]
 StatusArray = npt.NDArray[np.int8]
+Encoded = bytes | bytearray | memoryview  # a whole photo as its file has it
 
 MOST_PIXELS = 2**27  # of one image if the caller sets no limit
 MOST_BYTES = 2**29  # working memory of one image, and size of its file
@@ -69,6 +71,7 @@ class Library:
         self._declare("falconet_restart_marked", ctypes.c_int8, ctypes.c_char_p, i64, i32, i64, pointer, pointer)
         self._declare("falconet_free", None, pointer)
         self._declare("falconet_open_ranges", None, pointer, i32, pointer, pointer, pointer, pointer, pointer)
+        self._declare("falconet_open_memory", None, pointer, i32, pointer, pointer, pointer, pointer)
         self._declare("falconet_crc32c", ctypes.c_uint32, ctypes.c_char_p, i64, i32)
         self._declare("falconet_stamps", None, i32, pointer, pointer)
         self._declare("falconet_look", None, i32, pointer, pointer, pointer)
@@ -158,6 +161,18 @@ class Workspace:
             None if checksums is None else checksums.ctypes.data,
             sizes.ctypes.data,
             statuses.ctypes.data,
+        )
+        return sizes, statuses
+
+    def open_memory(self, photos: Sequence[Encoded]) -> tuple[SizeArray, StatusArray]:  # N x (width, height); N
+        """The same from memory, which may be given back or changed afterwards."""
+        count = len(photos)
+        sizes, statuses = np.zeros((count, 2), np.int32), np.zeros(count, np.int8)
+        held = [np.frombuffer(photo, np.uint8) for photo in photos]  # no copies; bytes, contiguous, or ValueError
+        pointers = np.array([each.ctypes.data for each in held], np.uintp)
+        lengths = np.array([len(each) for each in held], np.int64)
+        self._c.falconet_open_memory(
+            self._handle, count, pointers.ctypes.data, lengths.ctypes.data, sizes.ctypes.data, statuses.ctypes.data
         )
         return sizes, statuses
 

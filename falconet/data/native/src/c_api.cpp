@@ -124,6 +124,21 @@ FALCONET_API void falconet_open_ranges(void* handle, int32_t count, const int32_
     });
 }
 
+// The same from memory. data: count pointers; lengths: count, bytes. What can be decoded is copied.
+FALCONET_API void falconet_open_memory(void* handle, int32_t count, const uint8_t* const* data, const int64_t* lengths,
+                                       int32_t* sizes, int8_t* statuses) {
+    Workspace& workspace = *static_cast<Workspace*>(handle);
+    open_all(workspace, count, sizes, statuses, [&](int32_t i, Image& image) {
+        if (lengths[i] < 0) return Status::bad_request;
+        if (lengths[i] > workspace.limits.bytes) return Status::too_large;
+        image.size = static_cast<size_t>(lengths[i]);
+        int width = 0, height = 0;
+        const Status status = workspace.decoder.measure(data[i], image.size, width, height);
+        if (status == Status::ok) std::memcpy(image.file.need(image.size + 1), data[i], image.size);
+        return status;
+    });
+}
+
 // Decodes the files opened last, each once. boxes: count x (x0, y0, x1, y1); out: count x size x size x 3, or count x 3
 // x size x size if planar; filter: a falconet::Filter. Rows whose status is not 0 are left as they come.
 FALCONET_API void falconet_decode(void* handle, int32_t count, const double* boxes, const uint8_t* flips, int32_t size,

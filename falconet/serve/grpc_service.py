@@ -1,0 +1,343 @@
+"""The gRPC server: the Open Inference Protocol's methods, and health checks, in the event loop of the HTTP server."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf import json_format
+
+from falconet.errors import ConfigError, UserError, printable
+from falconet.serve import bodies, grpc_messages, protocol
+from falconet.serve.bodies import Memory
+from falconet.serve.connections import GLANCE_SECONDS, Drain, log_failure
+from falconet.serve.grpc_messages import HEALTH, SERVICE, Split, message, parsed
+from falconet.serve.refusals import (
+    ForbiddenError,
+    OverloadedError,
+    RefusedError,
+    RequestError,
+    UnavailableError,
+    UnknownModelError,
+)
+from falconet.serve.repository import Repository
+
+AT_ONCE = 4 << 10  # bytes of a message, without raw tensors, that do not need another thread
+RECEIVING = 32  # requests that are received at once, each of up to the largest size; further ones wait
+MOST_STREAMS = 64  # open at once; each may hold a request of the largest size that has not arrived completely
+MOST_AHEAD = 16  # requests of one stream that are computed at once; the stream is not read further meanwhile
+IDLE_SECONDS = 600  # after which a connection without calls is closed; clients connect again by themselves
+ALIVE_SECONDS = 75  # between two pings to a silent client
+SPARE_SECONDS = 1.0  # for the last answers to be sent after a drain
+RETRY = (("grpc-retry-pushback-ms", "1000"),)  # what HTTP calls Retry-After
+CODES = {  # by the status that HTTP has for it; 429 is UNAVAILABLE in gRPC's own table, and what clients retry
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,  # as gRPC itself answers a message that is too large
+    429: grpc.StatusCode.UNAVAILABLE,
+    500: grpc.StatusCode.INTERNAL,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+Call = Callable[[Any], Awaitable[Any]]  # a message -> its answer
+_T = TypeVar("_T")
+
+
+class GrpcService:
+    """Answers gRPC calls with the models of a repository; belongs to one event loop."""
+
+    def __init__(self, repository: Repository, *, memory: Memory, seconds: float, may_load: bool = False) -> None:
+        """`seconds`: until a request is late; `may_load`: whether clients may."""
+        self._repository, self._memory, self._seconds, self._may_load = repository, memory, seconds, may_load
+        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="protobuf")
+        self._inferring, self._asking = asyncio.Semaphore(RECEIVING), asyncio.Semaphore(RECEIVING)
+        self._readers: set[asyncio.Task[None]] = set()  # of open streams
+        self._in_progress = 0  # requests for inference
+        self.is_ready = True  # until the server is asked to stop
+
+    def handlers(self) -> list[grpc.GenericRpcHandler]:
+        """All methods.
+
+        Each is declared as one that takes a stream, which makes no difference to clients. gRPC would receive the
+        message of any other before it calls the handler, without limits on how many are received, and for how long.
+        """
+        answers: dict[str, dict[str, Call]] = {
+            SERVICE: {
+                "ServerLive": self._server_live,
+                "ServerReady": self._server_ready,
+                "ModelReady": self._model_ready,
+                "ServerMetadata": self._server_metadata,
+                "ModelMetadata": self._metadata,
+                "ModelConfig": self._config,
+                "ModelStatistics": self._statistics,
+                "RepositoryIndex": self._index,
+                "RepositoryModelLoad": self._load,
+                "RepositoryModelUnload": self._unload,
+            },
+            HEALTH: {"Check": self._check},
+        }
+        handlers: dict[str, dict[str, grpc.RpcMethodHandler]] = {
+            service: {name: self._method(grpc_messages.request_of(service, name), call) for name, call in calls.items()}
+            for service, calls in answers.items()
+        }
+        handlers[SERVICE]["ModelInfer"] = grpc.stream_unary_rpc_method_handler(self._infer)
+        handlers[SERVICE]["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
+        return [grpc.method_handlers_generic_handler(service, methods) for service, methods in handlers.items()]
+
+    def close(self) -> None:
+        """Let the parsing thread end, after the last request."""
+        self._parsing.shutdown(wait=False)
+
+    async def drained(self, seconds: float) -> int:
+        """Finish requests in progress, and take no more from open streams; returns how many were not finished."""
+        self.is_ready = False
+        for reader in self._readers:
+            reader.cancel()
+        until = asyncio.get_running_loop().time() + seconds
+        while self._in_progress and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(GLANCE_SECONDS)
+        return self._in_progress
+
+    def _method(self, kind: Any, call: Call) -> grpc.RpcMethodHandler:
+        async def answered(_: object, context: Any) -> bytes:
+            async with _refusing(context):
+                return bytes((await call(parsed(kind, await _received(context, self._asking)))).SerializeToString())
+
+        return grpc.stream_unary_rpc_method_handler(answered)
+
+    # Health and metadata.
+
+    async def _server_live(self, _: Any) -> Any:
+        return message("ServerLiveResponse")(live=True)
+
+    async def _server_ready(self, _: Any) -> Any:
+        return message("ServerReadyResponse")(ready=self._works())
+
+    async def _check(self, request: Any) -> Any:
+        if request.service not in ("", SERVICE):
+            raise UnknownModelError(f"there is no service '{request.service[: protocol.SHOWN]}'; this is {SERVICE}")
+        kind = message("HealthCheckResponse", "grpc.health.v1")
+        return kind(status="SERVING" if self._works() else "NOT_SERVING")
+
+    def _works(self) -> bool:
+        return self.is_ready and all(model.works for model in self._repository.models)
+
+    async def _model_ready(self, request: Any) -> Any:
+        try:
+            ready = self.is_ready and self._repository.find(request.name, request.version).works
+        except (UnknownModelError, UnavailableError):  # clients ask for it until it is loaded
+            ready = False
+        return message("ModelReadyResponse")(ready=ready)
+
+    async def _server_metadata(self, _: Any) -> Any:
+        return _message("ServerMetadataResponse", protocol.server_metadata())
+
+    async def _metadata(self, request: Any) -> Any:
+        found = self._repository.find(request.name, request.version)
+        return _message("ModelMetadataResponse", protocol.metadata(found.served))
+
+    async def _config(self, request: Any) -> Any:
+        found = self._repository.find(request.name, request.version)
+        return _message("ModelConfigResponse", {"config": found.configuration()})
+
+    async def _statistics(self, request: Any) -> Any:
+        asked = [self._repository.find(request.name, request.version)] if request.name else self._repository.models
+        return _message("ModelStatisticsResponse", {"model_stats": [model.statistics() for model in asked]})
+
+    # The repository of models.
+
+    async def _index(self, request: Any) -> Any:
+        listed = [each for each in self._repository.index() if each.state == "READY" or not request.ready]
+        return _message("RepositoryIndexResponse", {"models": [each._asdict() for each in listed]})
+
+    async def _load(self, request: Any) -> Any:
+        self._require_control()
+        for name in request.parameters:
+            raise RequestError(
+                f"parameters: got {name[: protocol.SHOWN]!r}, expected none; a run has its configuration"
+            )
+        await self._repository.load(request.model_name)
+        return message("RepositoryModelLoadResponse")()
+
+    async def _unload(self, request: Any) -> Any:
+        self._require_control()
+        await self._repository.unload(request.model_name)
+        return message("RepositoryModelUnloadResponse")()
+
+    def _require_control(self) -> None:
+        if not self._may_load:
+            raise ForbiddenError("clients may not load or unload models; the server needs --repository for that")
+
+    # Inference.
+
+    async def _infer(self, _: object, context: Any) -> bytes:
+        async with _refusing(context):
+            with self._counted():
+                body = await _received(context, self._inferring)
+                return bytes((await self._answer(body, context.time_remaining())).SerializeToString())
+
+    async def _stream(self, _: object, context: Any) -> None:
+        """Answer in the order of the requests, which are computed side by side."""
+        async with _refusing(context):
+            if len(self._readers) >= MOST_STREAMS:
+                raise OverloadedError(f"{MOST_STREAMS} streams are open; try again later")
+            answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
+            ahead = asyncio.Semaphore(MOST_AHEAD)
+            async with asyncio.TaskGroup() as group:
+                reader = group.create_task(self._read(context, ahead, answers, group))
+                self._readers.add(reader)
+                reader.add_done_callback(self._readers.discard)
+                while (answer := await answers.get()) is not None:
+                    await context.write((await answer).SerializeToString())
+                    ahead.release()
+            if reader.cancelled():
+                raise UnavailableError("the server is stopping")
+
+    async def _read(
+        self,
+        context: Any,
+        ahead: asyncio.Semaphore,
+        answers: "asyncio.Queue[asyncio.Task[Any] | None]",
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """Start an answer to each request of a stream; None marks its end."""
+        try:
+            while await ahead.acquire() and (body := await context.read()) is not grpc.aio.EOF:
+                answers.put_nowait(group.create_task(self._streamed(body, context)))
+        finally:
+            answers.put_nowait(None)
+
+    async def _streamed(self, body: bytes, context: Any) -> Any:
+        """The answer to a request of a stream; a refusal does not end the stream."""
+        kind = message("ModelStreamInferResponse")
+        try:
+            with self._counted():
+                answer = await self._answer(body, context.time_remaining())
+        except RefusedError as error:
+            log_failure(error)
+            return kind(error_message=printable(str(error)), infer_response={"id": grpc_messages.id_of(body)})
+        answer.parameters["triton_final_response"].bool_param = True  # each request has one response
+        return kind(infer_response=answer)
+
+    async def _answer(self, body: bytes, remaining: float | None) -> Any:
+        """A ModelInferResponse; `remaining`: seconds until the call's deadline."""
+        received = asyncio.get_running_loop().time()
+        with self._memory.held(len(body)):
+            sent = grpc_messages.split(body)
+            request = await self._apart(sent, grpc_messages.read_message, sent)
+            with self._repository.find(request.model_name, request.model_version).used() as model:
+                asked = await self._apart(sent, grpc_messages.read_request, request, sent.raw, model.served)
+                seconds = min(self._seconds, *(each for each in (remaining, asked.seconds) if each is not None), 1e9)
+                computed = await model.computed(asked.images, deadline=received + seconds)
+                return grpc_messages.write_answer(computed.scores, asked, model.served)
+
+    async def _apart(self, sent: Split, work: Callable[..., _T], *parameters: object) -> _T:
+        """Do it here for a short message; a long list of numbers would stop all other requests meanwhile."""
+        if len(sent.rest) <= AT_ONCE:
+            return work(*parameters)
+        return await asyncio.get_running_loop().run_in_executor(self._parsing, work, *parameters)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._in_progress += 1
+        try:
+            yield
+        finally:
+            self._in_progress -= 1
+
+
+async def _received(context: Any, slots: asyncio.Semaphore) -> bytes:
+    """The message of a call that has one."""
+    try:
+        async with asyncio.timeout(bodies.SECONDS), slots:
+            body = await context.read()
+    except TimeoutError:
+        raise RequestError(f"the request was not received in {bodies.SECONDS:g} s") from None
+    if body is grpc.aio.EOF:
+        raise RequestError("the call ended without a request")
+    return bytes(body)
+
+
+@contextlib.asynccontextmanager
+async def _refusing(context: Any) -> AsyncIterator[None]:
+    """End the call with the status of a refusal that is raised in this context."""
+    try:
+        yield
+    except RefusedError as error:
+        log_failure(error)
+        retry = RETRY if isinstance(error, OverloadedError) else ()
+        await context.abort(CODES[error.status], printable(str(error)), retry)
+    except UserError as error:  # a model that cannot be loaded
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, printable(str(error)))
+
+
+def _message(name: str, content: dict[str, Any]) -> Any:
+    """A message with what HTTP answers as JSON; gRPC's has fewer fields."""
+    return json_format.ParseDict(content, message(name)(), ignore_unknown_fields=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """Who may connect, and how."""
+
+    credentials: grpc.ServerCredentials | None = None  # None: no encryption
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = ()  # see each call before its handler
+
+
+OPEN = Security()
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    service: GrpcService,
+    reserved: socket.socket,
+    *,
+    most_bytes: int,
+    drain_seconds: float,
+    security: Security = OPEN,
+) -> AsyncIterator[Drain]:
+    """Inside the context, answer calls at the address of a socket, which is closed: gRPC opens its own.
+
+    The yielded function refuses further calls and finishes those in progress; it returns how many were cut.
+    """
+    options = [
+        ("grpc.so_reuseport", 0),  # else a second server could take half of the calls, unnoticed
+        ("grpc.max_receive_message_length", most_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_connection_idle_ms", round(IDLE_SECONDS * 1000)),
+        ("grpc.keepalive_time_ms", round(ALIVE_SECONDS * 1000)),
+    ]
+    server = grpc.aio.server(options=options, interceptors=tuple(security.interceptors))
+    server.add_generic_rpc_handlers(tuple(service.handlers()))
+    host, port = reserved.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    reserved.close()
+    try:
+        if security.credentials is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, security.credentials)
+    except RuntimeError as error:
+        raise ConfigError(f"gRPC cannot listen on {address}: {printable(str(error))}") from error
+    await server.start()
+
+    async def drain() -> int:
+        # Refuses calls from now on; the longer time is for those that finish as the drain ends.
+        stopping = asyncio.ensure_future(server.stop(drain_seconds + SPARE_SECONDS))
+        cut = await service.drained(drain_seconds)
+        if cut:
+            await server.stop(0)
+        await stopping
+        return cut
+
+    try:
+        yield drain
+    finally:
+        await server.stop(0)
+        service.close()

@@ -1,0 +1,1 @@
+"""The gRPC interface that this server answers, and its compilation."""
