@@ -87,11 +87,12 @@ def test_photos_become_small_jpegs_and_tiny_images_stay_exact():
     assert len(photo["data"]) < 20_000
 
 
-def test_layers_have_the_shapes_and_multiplications_of_the_literature():
+@pytest.mark.parametrize("on", ["cpu", "meta"])
+def test_layers_have_the_shapes_and_multiplications_of_the_literature(on):
     model = resnet18(num_classes=1000)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    rows = layer_table(model, image_size=224)
+    rows = layer_table(model, image_size=224, on=on)
     assert sum(row["parameters"] for row in rows) == 11_689_512
     assert sum(row.get("multiplications", 0) for row in rows) == pytest.approx(
         1.8141e9, rel=1e-3
@@ -120,7 +121,7 @@ def test_a_model_that_cannot_be_looked_through_has_its_weights_listed():
         def forward(self, images):
             raise RuntimeError("no")
 
-    assert layer_table(Odd(), image_size=8) == [{"name": "linear", "kind": "Linear", "parameters": 8}]
+    assert layer_table(Odd(), image_size=8, on="cpu") == [{"name": "linear", "kind": "Linear", "parameters": 8}]
 
 
 def test_a_page_is_written_for_a_hundredth_of_the_time(monkeypatch, tmp_path):
