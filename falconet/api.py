@@ -198,7 +198,7 @@ def _images(about: Classifier, photos: str | Path | None) -> Dataset:
     if photos is None:
         raise ConfigError(f"{about.name} is from no run, and has no validation images; expected a folder of photos")
     size = about.preprocessing.image_size
-    data = replace(about.data, data="folder", data_dir=Path(photos), image_size=size)
+    data = replace(about.data, data="folder", data_dir=Path(photos), image_size=size, exclude_list=None)
     images = saved_model.foreign_images(data, model=about.name)
     images = saved_model.of_imagenet(images, about.class_names, where=about.name)
     images = images.of_classes(about.class_names, where=about.name, several=about.several_labels)

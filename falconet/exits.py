@@ -11,6 +11,7 @@ from typing import NoReturn
 
 DONE = 0
 FAILED = 1  # a bug, or a process that died
+BROKEN = 1  # photos that training could not read: `falconet data check` and `data pack` say so to scripts
 MISTAKE = 2  # the user's, reported in one line
 SLOWER = 3  # `falconet bench --compare`: it ran, and lost more than the margin
 INTERRUPTED = 130  # Ctrl-C, or a scheduler's signal

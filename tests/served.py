@@ -21,12 +21,15 @@ from falconet.infer.classifier import Classifier
 from falconet.infer.predictor import Predictor
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
-from falconet.serve import app, connections, grpc_service
+from falconet.serve import app, connections, grpc_access, grpc_service
+from falconet.serve.access import OPEN
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
 from falconet.serve.interface import descriptors
+from falconet.serve.prometheus import Metrics
 from falconet.serve.protocol import HEADER, Served
 from falconet.serve.repository import Opened, Repository
+from falconet.serve.telemetry import Telemetry
 
 try:
     descriptors.read()
@@ -110,24 +113,33 @@ class Running:
         drain_seconds=LIMIT,
         seconds=LIMIT,
         decode=decoded,
+        access=OPEN,
+        telemetry=None,
+        identity=None,
         most_bytes=None,
         may_load=False,
         sources=dict,
     ):
         self.served = about(max_batch)
         policy = Policy(max_batch=max_batch, max_delay=max_delay, max_queue=max_queue)
-        self.repository = Repository(sources=sources, policy=lambda _: policy)
+        telemetry = telemetry or Telemetry(Metrics())
+        self.repository = Repository(sources=sources, policy=lambda _: policy, executed=telemetry.metrics.add_batch)
         self.repository.adopt(NAME, Opened(self.served, [lane], decode, stamp=0, about=""))
         self.batcher = self.repository.find().batcher
         self.memory = Memory(memory)
         limits = {"memory": self.memory, "seconds": seconds, "may_load": may_load}
-        self.front = app.FrontEnd(self.repository, most_body=1 << 20, **limits)
+        self.front = app.FrontEnd(self.repository, most_body=1 << 20, access=access, telemetry=telemetry, **limits)
         self.service, self.most_bytes = None, most_bytes  # gRPC is served if that is given
         if most_bytes is not None:
             self.reserved = connections.Address(host="127.0.0.1", port=0).open()
             self.grpc = f"127.0.0.1:{self.reserved.getsockname()[1]}"
             self.service = grpc_service.GrpcService(self.repository, **limits)
         self._started = threading.Event()
+        self.tls = None if identity is None else identity.context
+        self.security = grpc_service.Security(
+            credentials=None if identity is None else grpc_access.credentials(identity),
+            interceptors=[grpc_access.Guard(access.keys, telemetry)],
+        )
         self.drain_seconds, self.cut = drain_seconds, None
         self.socket = connections.Address(host="127.0.0.1", port=0).open()
         self.port = self.socket.getsockname()[1]
@@ -142,10 +154,16 @@ class Running:
             drains = []
             if self.service is not None:
                 beside = grpc_service.answering(
-                    self.service, self.reserved, most_bytes=self.most_bytes, drain_seconds=self.drain_seconds
+                    self.service,
+                    self.reserved,
+                    most_bytes=self.most_bytes,
+                    drain_seconds=self.drain_seconds,
+                    security=self.security,
                 )
                 drains.append(await stack.enter_async_context(beside))
-            async with connections.answering(self.front, self.socket, drain_seconds=self.drain_seconds) as cut:
+            async with connections.answering(
+                self.front, self.socket, drain_seconds=self.drain_seconds, tls=self.tls
+            ) as cut:
                 self._started.set()
                 await self._stop.wait()
                 draining = [asyncio.ensure_future(drain()) for drain in drains]
@@ -264,7 +282,7 @@ def answers(raw, *, partial=False):
 def infer(images, *, model=NAME):
     """A whole request as bytes: headers and body."""
     body, headers = binary(images)
-    fields = {"Host": "x", "Content-Length": len(body), **headers}
+    fields = {"Host": "localhost", "Content-Length": len(body), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"POST /v2/models/{model}/infer HTTP/1.1\r\n{head}\r\n".encode(), body
 
@@ -278,7 +296,7 @@ def served(line):
     try:
         for text in process.stdout:
             lines.append(text)
-            if found := re.search(r"^drop photos on http://127\.0\.0\.1:(\d+), ", text):
+            if found := re.search(r"^drop photos on https?://127\.0\.0\.1:(\d+), ", text):
                 break
         else:
             pytest.fail(f"exit code {process.wait()}: {lines} {process.stderr.read()}")

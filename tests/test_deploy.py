@@ -13,14 +13,20 @@ import jsonschema
 import pytest
 import yaml
 
-from falconet.config.commands import TrainOptions
+from falconet.config.commands import ServeOptions, TrainOptions
 from falconet.config.fields import options_of
-from falconet.config.load import parse
+from falconet.config.load import parse, read_line
 from falconet.config.settings import from_line
+from falconet.serve.access import HEALTH
+from falconet.serve.app import FrontEnd
+from falconet.serve.bodies import Memory
+from falconet.serve.repository import Repository
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 SCRIPT, JOB, IMAGE = DEPLOY / "slurm.sbatch", DEPLOY / "pytorchjob.yaml", DEPLOY / "Dockerfile"
+SERVING = DEPLOY / "serving.yaml"
 SCHEMA = Path(__file__).parent / "data/pytorchjob_schema.json"  # Kubeflow's own, see the .md beside it
+SERVING_SCHEMA = Path(__file__).parent / "data/serving_schema.json"  # Kubernetes' own, likewise
 
 
 def complaints(linter, file):
@@ -43,14 +49,18 @@ def test_the_dockerfile_passes_hadolint():
 def test_the_image_runs_falconet_as_another_user_than_root():
     steps = re.findall(r"^([A-Z]+) (.+)$", IMAGE.read_text(), re.M)
     assert [value for step, value in steps if step == "USER"] == ["10001"]
-    assert [json.loads(value) for step, value in steps if step == "ENTRYPOINT"] == [["falconet"]]
+    assert [json.loads(value) for step, value in steps if step == "ENTRYPOINT"] == [
+        ["falconet"],
+        ["falconet", "serve", "--host", "0.0.0.0"],
+    ]
+    assert [value for step, value in steps if step == "FROM"][-1] == "falconet", "what is built by default"
 
 
 def test_the_image_has_a_base_for_each_device():
     text = IMAGE.read_text()
     stages = dict(re.findall(r"^FROM \$\{(\w+)\} AS (\w+)$", text, re.M))
-    assert stages == {"CPU_BASE": "cpu", "CUDA_BASE": "cuda"}
-    assert all(re.search(rf"^ARG {name}=\S+$", text, re.M) for name in (*stages, "DEVICE"))
+    assert stages == {"CPU_BASE": "cpu", "CUDA_BASE": "cuda", "DEVICE": "falconet"}
+    assert all(re.search(rf"^ARG {name}=\S+$", text, re.M) for name in stages)
 
 
 def test_the_image_is_built_from_all_that_the_package_needs():
@@ -128,3 +138,113 @@ def test_the_kubernetes_job_starts_falconet_with_options_that_exist_and_resumes_
     assert int(job["spec"]["nprocPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
+
+
+def manifests(text):
+    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
+def mistakes_in_serving(text):
+    schema = strict(json.loads(SERVING_SCHEMA.read_text()))
+    found = []
+    for kind, manifest in manifests(text).items():
+        validator = jsonschema.Draft7Validator({**schema["kinds"][kind], "$defs": schema["$defs"]})
+        found += [f"{kind}: {error.message}" for error in validator.iter_errors(manifest)]
+    return found
+
+
+def test_the_serving_manifests_match_kubernetes_schemas():
+    assert mistakes_in_serving(SERVING.read_text()) == []
+
+
+SERVING_SLIPS = {
+    "readinessProbe:": ("readyProbe:", "'readyProbe' was unexpected"),
+    "replicas: 2": ("replicas: two", "'two' is not of type 'integer'"),
+    "mountPath: /keys,": ("mount: /keys,", "'mountPath' is a required property"),
+    "apiVersion: autoscaling/v2": ("apiVersion: autoscaling/v1", "'autoscaling/v1' is not one of"),
+    "maxReplicas: 6": ("maximum: 6", "'maxReplicas' is a required property"),
+    "policyTypes: [Ingress, Egress]": ("policyTypes: Ingress", "'Ingress' is not of type 'array'"),
+    "drop: [ALL]": ("drops: [ALL]", "'drops' was unexpected"),
+    "targetPort: grpc,": ("targetPort: [grpc],", "is not valid under any of the given schemas"),
+}
+
+
+@pytest.mark.parametrize(("right", "slip"), SERVING_SLIPS.items())
+def test_the_schemas_find_mistakes_in_serving(right, slip):
+    text = SERVING.read_text()
+    assert right in text
+    found = mistakes_in_serving(text.replace(right, slip[0], 1))
+    assert any(slip[1] in message for message in found), found
+
+
+@pytest.fixture
+def pod():
+    return manifests(SERVING.read_text())["Deployment"]["spec"]["template"]["spec"]
+
+
+@pytest.fixture
+def container(pod):
+    (found,) = pod["containers"]
+    return found
+
+
+def test_the_servers_options_exist_and_their_drain_ends_before_the_pod_is_killed(pod, container):
+    assert container["command"] == ["falconet", "serve"]
+    options = parse(ServeOptions, read_line(ServeOptions, container["args"])).options
+    (_, seconds) = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert pod["terminationGracePeriodSeconds"] > int(seconds) + options.serving.drain_timeout
+    assert options.serving.port == container["ports"][0]["containerPort"]
+    assert str(options.machine.threads) == container["resources"]["limits"]["cpu"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(options.access.api_key_file.parent) == mounts["keys"]
+    assert options.input.checkpoint_input_path.is_relative_to(mounts["runs"])
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+
+
+def routes():
+    repository = Repository(sources=dict, policy=lambda _: None)
+    front = FrontEnd(repository, memory=Memory(1), most_body=1, seconds=1)
+    return {resource.canonical for resource in front.application().router.resources()}
+
+
+def test_probes_ask_routes_that_need_no_key(container):
+    ports = {port["name"] for port in container["ports"]}
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        asked = container[name]["httpGet"]
+        assert asked["path"] in routes() & HEALTH
+        assert asked["port"] in ports
+
+
+def test_the_images_health_is_asked_at_a_route_that_needs_no_key():
+    text = IMAGE.read_text()
+    asked = re.search(r"urlopen\('http://127\.0\.0\.1:8000([^']+)'", text)[1]
+    assert asked in routes() & HEALTH
+    exposed = {int(port) for port in re.search(r"^EXPOSE (.+)$", text, re.M)[1].split()}
+    service = manifests(SERVING.read_text())["Service"]["spec"]["ports"]
+    assert exposed == {port["port"] for port in service}
+
+
+def test_the_keys_are_mounted_for_the_servers_group_only(pod):
+    (keys,) = (volume["secret"] for volume in pod["volumes"] if volume["name"] == "keys")
+    assert keys["defaultMode"] & 0o777 == 0o440
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
+
+
+def test_the_server_runs_without_privileges(pod, container):
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert f"USER {pod['securityContext']['runAsUser']}" in IMAGE.read_text()
+    inside = container["securityContext"]
+    assert inside["readOnlyRootFilesystem"]
+    assert inside["capabilities"] == {"drop": ["ALL"]}
+    assert not inside["allowPrivilegeEscalation"]
+
+
+def test_every_object_selects_the_same_pods():
+    found = manifests(SERVING.read_text())
+    labels = found["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert found["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert found["Service"]["spec"]["selector"] == labels
+    assert found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
+    assert found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    target = found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", found["Deployment"]["metadata"]["name"])

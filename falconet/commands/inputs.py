@@ -85,7 +85,11 @@ def _load_search(command: type[Options], line: Sequence[Setting]) -> Loaded[Opti
 
 
 def require_package(name: str, *, extra: str) -> None:
-    if importlib.util.find_spec(name) is None:
+    try:
+        is_there = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package that should contain it
+        is_there = False
+    if not is_there:
         raise ConfigError(f"needs {name}, which is not installed: pip install 'falconet[{extra}]'")
 
 
@@ -95,6 +99,8 @@ def check(options: Any) -> None:
         if options.pack.source is None or options.pack.target is None:
             raise ConfigError("expected two folders: one with train/ and val/, and one for the shards")
         require_photos(options.pack.source)
+    elif isinstance(options, commands.DataCheckOptions):
+        _check_checked(options)
     elif isinstance(options, commands.VerifyOptions):
         if options.verify.source is None:
             raise ConfigError("expected a folder of shards, as in `falconet data verify photos-packed`")
@@ -110,6 +116,9 @@ def check(options: Any) -> None:
             _require_plots()
     elif isinstance(options, commands.ServeOptions):
         require_package("aiohttp", extra="serve")
+        require_package("prometheus_client", extra="serve")
+        if options.telemetry.opentelemetry:
+            require_package("opentelemetry.exporter.otlp.proto.http", extra="telemetry")
     elif isinstance(options, commands.PredictOptions):
         _check_predicted(options)
     elif isinstance(options, commands.ExportOptions):
@@ -130,6 +139,27 @@ def check(options: Any) -> None:
 def _require_plots() -> None:
     with named_option("save_plots"):
         require_package("matplotlib", extra="plots")
+
+
+def _check_checked(options: commands.DataCheckOptions) -> None:
+    check = options.check
+    if check.source is None:
+        raise ConfigError("expected a folder of photos, as in `falconet data check photos`")
+    require_photos(check.source)
+    if check.exclude_duplicates != "none" and check.exclude_list is None:
+        raise ConfigError("--exclude-duplicates: needs --exclude-list, the file to write")
+    written = {name: getattr(check, name) for name in ("output", "json", "html", "exclude_list")}
+    places = {name: place for name, place in written.items() if isinstance(place, Path)}
+    for name, place in places.items():
+        option = f"--{name.replace('_', '-')}"
+        if place.suffix.lower() in PHOTOS or place.is_dir():
+            what = "is a folder" if place.is_dir() else "would replace a photo"
+            raise ConfigError(f"{option}: {place} {what}; expected the name of another file")
+        same = next((other for other, path in places.items() if path == place and other != name), None)
+        if same:
+            raise ConfigError(f"{option}: {place} is also --{same.replace('_', '-')}; expected another file")
+        if place.is_file() and place.samefile(check.source):
+            raise ConfigError(f"{option}: {place} would replace the table; expected another file")
 
 
 def _check_predicted(options: commands.PredictOptions) -> None:

@@ -16,15 +16,18 @@ from falconet.data.encoded import PhotoDecoder
 from falconet.errors import ConfigError
 from falconet.exits import INTERRUPTED
 from falconet.report.console import Say, Screen, counted
-from falconet.serve import connections  # needs aiohttp, which the command line has checked
+from falconet.serve import access, connections, telemetry, tls  # the command line has checked aiohttp
+from falconet.serve.access import Access, is_loopback
 from falconet.serve.app import FrontEnd
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
 from falconet.serve.connections import Drain, Stopped
 from falconet.serve.interface import descriptors
+from falconet.serve.prometheus import Metrics
 from falconet.serve.protocol import Served
 from falconet.serve.repository import Repository
 from falconet.serve.served_runs import ServedRuns
+from falconet.serve.tls import Identity
 
 PORT = 8000
 WAITING_BATCHES = 16  # full batches that may wait
@@ -34,68 +37,69 @@ WATCH_SECONDS = 2.0  # between two looks for newer checkpoints
 
 def run(loaded: Loaded[ServeOptions]) -> int:
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it would log what is wrong with a client's photo
-    screen, serving = Screen(), loaded.options.serving
+    screen, options = Screen(), loaded.options
+    serving, may_load = options.serving, options.models.repository is not None
     address = connections.Address(host=serving.host, port=value_or(serving.port, PORT))
-    with contextlib.ExitStack() as sockets:
-        listening = sockets.enter_context(address.open())  # first, because a mistake here is found at once
+    allowed, metrics = access.from_options(options.access, host=serving.host), Metrics()
+    identity = tls.read_identity(options.access.tls_certificate, options.access.tls_key)
+    with contextlib.ExitStack() as held:
+        listening = held.enter_context(address.open())  # first, because a mistake here is found at once
         reserved = _reserve(serving, listening.getsockname()[1], screen.line)
         if reserved is not None:
-            sockets.enter_context(reserved)
-        runs = ServedRuns(loaded, PhotoDecoder(most_bytes=serving.max_body << 20), screen.line)
-
-        def policy(served: Served) -> Policy:
-            most = value_or(serving.max_queue, WAITING_BATCHES * served.max_batch)
-            memory.require(4 * served.most_bytes)
-            return Policy(
-                max_batch=served.max_batch,
-                max_delay=serving.max_delay / 1000,
-                max_queue=max(most, served.max_batch),
-            )
-
+            held.enter_context(reserved)
+        following = held.enter_context(telemetry.from_options(options.telemetry, metrics, screen.line))
         memory = Memory(max(MEMORY, 4 * (serving.max_body << 20)))
-        repository = Repository(sources=runs.known, policy=policy, preferred=next(iter(runs.first), None))
-        for name, source in runs.first.items():
-            repository.adopt(name, source.open())
-        may_load, models = loaded.options.models.repository is not None, repository.models
+        repository = _repository(loaded, memory, metrics, screen.line)
         front = FrontEnd(
             repository,
             memory=memory,
             most_body=serving.max_body << 20,
             seconds=serving.request_timeout,
             may_load=may_load,
+            access=allowed,
+            telemetry=following,
         )
+        end = "" if identity is None else "s"
+        urls = [f"http{end}://{_shown(listening)}", *([f"grpc{end}://{_shown(reserved)}"] if reserved else [])]
+        lines = [
+            *_exposed(serving.host, allowed, identity),
+            *_lines(repository, urls, needs_key=allowed.keys is not None),
+        ]
 
         async def serve() -> Stopped:
-            if reserved is None:
-                return await serve_http([])
-            from falconet.serve import grpc_service  # needs grpcio, which may be missing
+            async with contextlib.AsyncExitStack() as running:
+                drains: list[Drain] = []
+                if reserved is not None:
+                    from falconet.serve import grpc_access, grpc_service  # need grpcio, which may be missing
 
-            service = grpc_service.GrpcService(
-                repository, memory=memory, seconds=serving.request_timeout, may_load=may_load
-            )
-            most = max([serving.max_body << 20 if may_load else 0, *(each.served.most_bytes for each in models)])
-            async with grpc_service.answering(
-                service, reserved, most_bytes=most, drain_seconds=serving.drain_timeout
-            ) as drain:
-                return await serve_http([drain])
-
-        async def serve_http(drains: list[Drain]) -> Stopped:
-            watching = asyncio.ensure_future(repository.watch(seconds=WATCH_SECONDS, say=screen.line))
-            if not loaded.options.models.watch:
-                watching.cancel()
-            try:
+                    security = grpc_service.Security(
+                        credentials=None if identity is None else grpc_access.credentials(identity),
+                        interceptors=[grpc_access.Guard(allowed.keys, following)],
+                    )
+                    service = grpc_service.GrpcService(
+                        repository, memory=memory, seconds=serving.request_timeout, may_load=may_load
+                    )
+                    bodies = [each.served.most_bytes for each in repository.models]
+                    calls = grpc_service.answering(
+                        service,
+                        reserved,
+                        most_bytes=max([serving.max_body << 20 if may_load else 0, *bodies]),
+                        drain_seconds=serving.drain_timeout,
+                        security=security,
+                    )
+                    drains.append(await running.enter_async_context(calls))
+                if options.models.watch:
+                    watching = asyncio.ensure_future(repository.watch(seconds=WATCH_SECONDS, say=screen.line))
+                    running.callback(watching.cancel)
                 return await connections.serve(
                     front,
                     listening,
                     drain_seconds=serving.drain_timeout,
                     started=lambda: _say(screen, lines),
+                    tls=None if identity is None else identity.context,
                     drains=drains,
                 )
-            finally:
-                watching.cancel()
 
-        urls = [f"http://{_shown(listening)}", *([f"grpc://{_shown(reserved)}"] if reserved else [])]
-        lines = _lines(repository, urls)
         gc.freeze()  # else each full collection looks at all of torch's objects, and stops every thread meanwhile
         try:
             code, cut = asyncio.run(serve())
@@ -113,6 +117,35 @@ def run(loaded: Loaded[ServeOptions]) -> int:
         if cut:
             exits.now(code)  # not after a batch that is still being computed, perhaps for ever by a broken device
         return code
+
+
+def _repository(loaded: Loaded[ServeOptions], memory: Memory, metrics: Metrics, say: Say) -> Repository:
+    """The models of the line, loaded."""
+    serving = loaded.options.serving
+    runs = ServedRuns(loaded, PhotoDecoder(most_bytes=serving.max_body << 20), say)
+
+    def policy(served: Served) -> Policy:
+        most = value_or(serving.max_queue, WAITING_BATCHES * served.max_batch)
+        memory.require(4 * served.most_bytes)
+        return Policy(
+            max_batch=served.max_batch, max_delay=serving.max_delay / 1000, max_queue=max(most, served.max_batch)
+        )
+
+    found = Repository(
+        sources=runs.known, policy=policy, preferred=next(iter(runs.first), None), executed=metrics.add_batch
+    )
+    for name, source in runs.first.items():
+        found.adopt(name, source.open())
+    return found
+
+
+def _exposed(host: str, allowed: Access, identity: Identity | None) -> list[str]:
+    """What others on the network can do."""
+    if is_loopback(host):
+        return []
+    if allowed.keys is None:
+        return [f"everyone who can reach {host} may use this server; --api-key-file admits only holders of a key"]
+    return ["keys and photos travel unencrypted; --tls-certificate encrypts them"] if identity is None else []
 
 
 def _reserve(serving: Serving, port: int, say: Say) -> socket.socket | None:
@@ -140,7 +173,7 @@ def _shown(at: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _lines(repository: Repository, urls: list[str]) -> list[str]:
+def _lines(repository: Repository, urls: list[str], *, needs_key: bool) -> list[str]:
     """What is served where, and how a photo is sent."""
     url, where = urls[0], " and ".join(urls)
     models = [f"serving {model.served.name} at {where}: {model.about}" for model in repository.models]
@@ -149,7 +182,8 @@ def _lines(repository: Repository, urls: list[str]) -> list[str]:
         models.append(f"{counted(others, 'model')} not loaded; POST {url}/v2/repository/models/NAME/load loads one")
     if not repository.models:
         models[:] = [f"serving no model yet at {where}: {models[-1] if models else 'the repository is empty'}"]
-    return [*models, f"drop photos on {url}, or: curl --data-binary @photo.jpg {url}/predict; Ctrl-C stops"]
+    key = ' -H "X-API-Key: $KEY"' if needs_key else ""
+    return [*models, f"drop photos on {url}, or: curl{key} --data-binary @photo.jpg {url}/predict; Ctrl-C stops"]
 
 
 def _say(screen: Screen, lines: list[str]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from falconet.config.options import (
+    Access,
     Augmentation,
     Average,
     Averaging,
@@ -15,6 +16,7 @@ from falconet.config.options import (
     Copies,
     Data,
     DataBench,
+    DataCheck,
     Doctor,
     Export,
     FineTuning,
@@ -38,6 +40,7 @@ from falconet.config.options import (
     Search,
     Serving,
     Table,
+    Telemetry,
     Training,
     Upload,
     Validation,
@@ -226,6 +229,8 @@ class ServeOptions(Command):
 
     serving: Serving = field(default_factory=Serving)
     models: Models = field(default_factory=Models)
+    access: Access = field(default_factory=Access)
+    telemetry: Telemetry = field(default_factory=Telemetry)
     input: Input = field(default_factory=Input)
     choice: Choice = field(default_factory=Choice)
     pretrained: Pretrained = field(default_factory=Pretrained)
@@ -322,6 +327,17 @@ class PackOptions(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataCheckOptions(Command):
+    """Decode every photo and report broken and unusual ones, copies, and badly divided classes."""
+
+    example = "falconet data check photos --html check.html --exclude-list broken.txt"
+    arguments = ("source",)
+    common = ("source", "html", "json", "output", "exclude-list", "exclude-duplicates", "smallest-side", "workers")
+
+    check: DataCheck = field(default_factory=DataCheck)
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Command):
     """Check every image of packed shards against its checksum."""
 
@@ -378,6 +394,7 @@ COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "serve": ServeOptions,
     "bench serve": BenchServeOptions,
     "doctor": DoctorOptions,
+    "data check": DataCheckOptions,
     "data bench": DataBenchOptions,
     "data pack": PackOptions,
     "data verify": VerifyOptions,

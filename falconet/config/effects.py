@@ -74,7 +74,7 @@ _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchn
 _KEPT_OPTIONS = ("dataset-percentage", "antialias", "interpolation", "validation-crop", "validation-crop-ratio")
 _OBJECT_OPTIONS = ("object-crop-area", "object-overlap")
 _BOX_OPTIONS = ("use-bbox-info", "use-bbox-info-if-there")
-_PHOTO_OPTIONS = ("decode-device", "dataset-cache", "val-fraction", "check-images", "tfrecord-keys")
+_PHOTO_OPTIONS = ("decode-device", "dataset-cache", "val-fraction", "check-images", "exclude-list", "tfrecord-keys")
 _FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation", "first-trainable-layer")
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 

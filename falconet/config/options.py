@@ -98,6 +98,9 @@ class Data:
     """Fraction of the short side that validation's centre crop keeps; --pretrained sets that of its weights."""
     dataset_cache: bool = False
     """Cache validation images decoded and training photos encoded, each in up to a quarter of the free memory."""
+    # Only read, a regular file, and part of what is trained on; it can leave photos out and nothing else.
+    exclude_list: Path | None = portable(None)
+    """File that lists photos to leave out, one path per line; `falconet data check` writes it."""
     check_images: Literal["auto", "yes", "no"] = "auto"
     """Read the header of every photo file before training, once; auto: with --data folder."""
     bad_images_allowed: str = "auto"
@@ -743,14 +746,14 @@ class Serving:
     """The address, and how requests are batched."""
 
     host: str = local("127.0.0.1")
-    """Address to listen on; 0.0.0.0: all interfaces. There is no password and no encryption."""
+    """Address to listen on; 0.0.0.0: all interfaces, which calls for --api-key-file and --tls-certificate."""
     port: Annotated[int, Between(0, 65535)] | Auto = local("auto")
     """Port; 0: any free one; auto: 8000, or any free one in `bench serve`."""
     grpc_port: Annotated[int, Between(0, 65535)] | Literal["auto", "none"] = local("auto")
     """Port of gRPC; 0: any free one; auto: the one after --port, 8001, if that can be had; none: only HTTP."""
     max_batch: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images computed at once, and the most in one request; auto: 64, or the micro-batch in `bench serve`."""
-    max_delay: Annotated[float, AtLeast(0)] = 2.0
+    max_delay: Annotated[float, AtLeast(0)] = 0.0
     """Milliseconds that a request may wait for others to join it while the device is free."""
     max_queue: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images that may wait; further requests are refused with status 429; auto: 16 x --max-batch."""
@@ -778,6 +781,32 @@ class Models:
     """Folder of runs that clients may load and unload by name, besides those that are served from the start."""
     watch: bool = local(False)
     """Serve a better checkpoint of a run as soon as there is one, without losing a request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Who may send requests, and how they are protected on their way."""
+
+    api_key_file: Path | None = local(None)
+    """File of keys, one per line, of which each request needs one; also the environment variable FALCONET_API_KEY."""
+    tls_certificate: Path | None = local(None)
+    """PEM file with the server's certificate and those of its issuers; HTTPS and encrypted gRPC from then on."""
+    tls_key: Path | None = local(None)
+    """PEM file with the key of --tls-certificate, not encrypted."""
+    allowed_host: tuple[str, ...] = local(())
+    """Names that clients may call the server by; on a loopback address, besides its own. Default elsewhere: any."""
+    cors_origin: tuple[str, ...] = local(())
+    """Web pages that may send requests from a browser, such as https://example.org; *: any. Default: its own page."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Telemetry:
+    """What the server reports about requests, besides the metrics at /metrics."""
+
+    access_log: Path | None = local(None)
+    """File to append a line of JSON per request to, made anew after a rotation; -: stdout."""
+    opentelemetry: bool = local(False)
+    """Send a trace of each request to the collector that the environment variables OTEL_* name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -835,7 +864,7 @@ class Doctor:
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """What is packed, and how."""
+    """What is packed, what is left out, and how."""
 
     source: Path | None = local(None)
     """Folder with train/ and val/, each with one folder per class; also the command's first argument."""
@@ -845,6 +874,40 @@ class Pack:
     """Images per shard; 2,048 ImageNet photos are 220 MB."""
     resize: Annotated[int, AtLeast(1)] | None = None
     """Lossy: shrink photos to this short side in pixels and re-encode them at quality 90."""
+    exclude_list: Path | None = local(None)
+    """File that lists photos to leave out, one path per line; `falconet data check` writes it."""
+    workers: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Threads; auto: one per core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCheck:
+    """What is checked, what is worth a remark, and what is written."""
+
+    source: Path | None = local(None)
+    """Folder of photos, or a table, in any layout that training reads; also the command's first argument."""
+    output: Path | Auto = local("auto")
+    """File that lists every finding, one per line; auto: NAME-check.txt here, where NAME is the folder's."""
+    json: Path | None = local(None)
+    """Also write the findings as JSON."""
+    html: Path | None = local(None)
+    """Also write them as a page with small pictures, one file that needs no network."""
+    exclude_list: Path | None = local(None)
+    """Also write the broken photos as a list that `train --exclude-list` leaves out."""
+    exclude_duplicates: Literal["none", "exact", "near"] = "none"
+    """Add copies to that list: training photos that are also validated on, or in training before; exact or near."""
+    near_bits: Annotated[int, Between(0, 80)] = 60
+    """Bits of 256 in which the fingerprints of near copies may differ; different photos differ in 78 or more."""
+    smallest_side: Annotated[int, AtLeast(1)] = 32
+    """Remark on photos with a side of fewer pixels."""
+    largest_megapixels: Annotated[float, MoreThan(0)] = 50.0
+    """Remark on photos of more megapixels."""
+    largest_ratio: Annotated[float, AtLeast(1)] = 4.0
+    """Remark on photos of which one side is longer than this many times the other."""
+    val_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2
+    """As in training: fraction of each class that validates if the photos are not split."""
+    seed: Annotated[int, Between(0, 2**32 - 1)] = 0
+    """As in training: seed of that split."""
     workers: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Threads; auto: one per core."""
 

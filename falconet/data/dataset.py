@@ -12,7 +12,7 @@ import torch
 
 from falconet.config.fields import value_or
 from falconet.config.options import Augmentation, Data, bad_images, record_keys, reduced_size
-from falconet.data import layout
+from falconet.data import exclusion, layout
 from falconet.data.crops import Augment, Crops
 from falconet.data.headers import MISSING, Check, what_is_wrong, without_bad
 from falconet.data.keyed import IntArray
@@ -322,14 +322,21 @@ def open_dataset(
     if splits.held_out is None and data.data == "folder" and data.val_fraction != Data.val_fraction:
         note = f"--val-fraction {data.val_fraction:g} has no effect: the photos are split already"
         splits = replace(splits, notes=(*splits.notes, note))
+    if data.exclude_list is not None and data.data_dir is not None:
+        with named_option("exclude_list"):
+            splits = exclusion.applied(splits, exclusion.read(data.exclude_list, home=home_of(data.data_dir)))
     if to_train and data.check_images in CHECKED.get(data.data, ()):
         assert data.data_dir is not None
-        home = data.data_dir if data.data_dir.is_dir() else data.data_dir.parent
-        splits, check = without_bad(splits, home=home, workers=min(MOST_WORKERS, WAITING * cores()))
+        splits, check = without_bad(splits, home=home_of(data.data_dir), workers=min(MOST_WORKERS, WAITING * cores()))
     opened = replace(prepared(share_of(splits, percentage=percentage), data, size=size), check=check)
     if to_train:
         opened.check_trainable(data.bad_images_allowed)
     return opened
+
+
+def home_of(path: Path) -> Path:
+    """The folder of photos, or that of their table."""
+    return path if path.is_dir() else path.parent
 
 
 def open_to_measure(data: Data, *, model: str, global_batch: int, seed: int, use_objects: UseObjects = "no") -> Dataset:

@@ -17,7 +17,7 @@ from falconet.data.image_files import UnreadableImageError, open_regular, open_r
 from falconet.data.index import RACY, Array, Found, alone, check_lengths, check_paths, check_types, keep, recalled
 from falconet.data.keyed import IntArray
 from falconet.data.native.binding import MOST_PIXELS, SizeArray, State, StatusArray
-from falconet.data.storage import BoolArray, FileSource, Names, Splits
+from falconet.data.storage import FileSource, Names, Splits
 from falconet.errors import printable
 from falconet.parallel.environment import is_first
 from falconet.report.console import Counting
@@ -130,11 +130,11 @@ def _checked(root: Path, names: Names, *, home: Path, workers: int) -> Headers:
             known = _known(names, stamps, recalled(home, kind=kind, check=_check))
             left = _portions(np.flatnonzero(known.times == UNKNOWN))
             with Counting(f"checking {root}", total=sum(map(len, left)), quiet=not is_first(os.environ)) as counting:
-                for portion, looked in zip(left, pool.map(lambda own: _look(paths.of(own)), left), strict=True):
+                for portion, looked in zip(left, pool.map(lambda own: look(paths.of(own)), left), strict=True):
                     known.sizes[portion] = looked.sizes
                     known.reasons.update({int(portion[at]): reason for at, reason in looked.reasons.items()})
-                    # What was missing or changed a moment ago is looked at again the next time.
-                    settled = ~looked.unreadable & (stamps[portion, 1] < began - RACY)
+                    # What was missing, refused by the system or changed a moment ago is looked at again the next time.
+                    settled = (looked.states != State.UNREADABLE) & (stamps[portion, 1] < began - RACY)
                     known.times[portion] = np.where(settled, stamps[portion, 1], UNKNOWN)
                     counting.add(len(portion))
             if left:
@@ -152,10 +152,12 @@ def _kind(root: Path, home: Path) -> str:
     return f"headers-{inside}"
 
 
-class _Looked(NamedTuple):
+class Looked(NamedTuple):
+    """What the first and last bytes of some files say."""
+
     sizes: SizeArray
-    reasons: dict[int, str]
-    unreadable: BoolArray  # what only the system refused, perhaps not the next time
+    reasons: dict[int, str]  # why a photo cannot be used
+    states: StatusArray
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ def _stamps(paths: list[bytes]) -> IntArray:  # N x (bytes, nanoseconds); -1: no
     return stamps
 
 
-def _look(paths: list[bytes]) -> _Looked:
+def look(paths: list[bytes]) -> Looked:
     """The headers of some files: by the native library where it knows the format, else by Pillow."""
     library = native.library()
     sizes, states = _look_by_python(paths) if library is None else library.look(paths)
@@ -264,7 +266,7 @@ def _look(paths: list[bytes]) -> _Looked:
             sizes[number] = open_rgb(path).size if states[number] == State.DOUBTFUL else read_size(path)
         except UnreadableImageError as error:
             reasons[number] = str(error)[:MOST_REASON] if path.exists() else MISSING
-    return _Looked(sizes, reasons, states == State.UNREADABLE)
+    return Looked(sizes, reasons, states)
 
 
 def _look_by_python(paths: list[bytes]) -> tuple[SizeArray, StatusArray]:

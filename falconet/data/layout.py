@@ -38,10 +38,30 @@ def load_photos(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tf
 
     Without photos to train on, the training source is empty. The layouts are tried in the order of docs/using/data.md.
     """
+    splits = survey(path, division, keys)
+    _check_trained(splits)
+    return splits
+
+
+def survey(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tfrecord.USUAL) -> Splits:
+    """The same, also with classes in val/ that train/ does not have: they come last."""
     try:
         return _found(path, division, keys)
     except OSError as error:
         raise DataError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from None
+
+
+def _check_trained(splits: Splits) -> None:
+    """Require classes of val/ to be in train/ as well."""
+    train, validation = splits.train, splits.validation
+    if not isinstance(train, FileSource) or not isinstance(validation, FileSource) or train.root == validation.root:
+        return
+    counts = np.bincount(train.labels, minlength=len(splits.class_names))
+    missing = np.flatnonzero(counts == 0).tolist()
+    if missing:
+        name, known = splits.class_names[missing[0]], splits.class_names[: missing[0]]
+        meant = did_you_mean(name, known) or "; expected the same classes in both"
+        raise DataError(f"{validation.root / name}: {train.root} has no class '{name}'{meant}")
 
 
 def _found(path: Path, division: Division, keys: tfrecord.Keys) -> Splits:
@@ -147,14 +167,10 @@ def _from_split_folders(place: Path, parts: dict[str, str], division: Division) 
         return splits_of(None, sources["validation"], layout=FOLDERS, notes=tuple(notes))
     if "validation" not in sources:
         return _split(Labelled(sources["train"], FOLDERS, sources["train"].names, notes=tuple(notes)), division)
-    train = sources["train"]
-    for name in sources["validation"].class_names:
-        if name not in train.class_names:
-            where = place / parts["validation"] / name
-            meant = did_you_mean(name, train.class_names) or "; expected the same classes in both"
-            raise DataError(f"{where}: {train.root} has no class '{name}'{meant}")
-    validation = sources["validation"].renumbered(train.class_names)
-    absent = sorted({*train.class_names} - {*sources["validation"].class_names})
+    own = sources["train"].class_names
+    names = (*own, *(name for name in sources["validation"].class_names if name not in own))
+    train, validation = sources["train"].renumbered(names), sources["validation"].renumbered(names)
+    absent = sorted({*own} - {*sources["validation"].class_names})
     if absent:
         shown = f"'{absent[0]}'" + (f" and {len(absent) - 1:,} more" if len(absent) > 1 else "")
         notes.append(f"{validation.root}: no photo of {counted(len(absent), 'class')}: {shown}")

@@ -24,6 +24,7 @@ from falconet.errors import NO_ROOM, DataError
 
 INTERVAL = 8  # MCUs between restart markers: docs/using/data.md explains the trade-off
 QUALITY = 90  # of photos that are encoded again
+LEFT_OUT = "left_out"  # what a shard says about photos that it lacks: pairs of name and reason
 WINDOW = 4  # images in progress per worker
 
 
@@ -36,12 +37,19 @@ class Recipe:
 
 
 class Outcome(NamedTuple):
-    """One packed image."""
+    """One image, ready to be packed."""
 
     data: bytes
     read: int  # bytes of the file
     marked: bool
-    trouble: str | None = None  # why it cannot be decoded; it is packed unchanged, and training will report it
+    trouble: str | None = None  # why it cannot be decoded; it is left out
+
+
+class Broken(NamedTuple):
+    """A photo that was left out, because it cannot be decoded."""
+
+    path: Path
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -77,9 +85,16 @@ def made(shard: Shard, target: Path, recipe: Recipe) -> bool:
     try:
         head = packed.read_head(path)
         newest = max(shard.source.path(index).stat().st_mtime for index in range(shard.begin, shard.end))
-        return bool(head.facts == _facts(shard, recipe) and path.stat().st_mtime >= newest)
+        facts = {name: fact for name, fact in head.facts.items() if name != LEFT_OUT}
+        return bool(facts == _facts(shard, recipe) and path.stat().st_mtime >= newest)
     except (DataError, OSError):
         return False
+
+
+def left_out(shard: Shard, target: Path) -> list[Broken]:
+    """What was left out of a shard that exists: it says so itself."""
+    found = packed.read_head(target / shard.name).facts.get(LEFT_OUT, [])
+    return [Broken(shard.source.root / str(name), str(reason)) for name, reason in found]
 
 
 class Packer:
@@ -89,7 +104,6 @@ class Packer:
         self._target, self._recipe, self._workers = target, recipe, workers
         self._library = native.library() if recipe.marked else None
         self.images = self.marked = self.bytes_read = self.bytes_written = 0
-        self.troubles: list[str] = []  # files that cannot be decoded, each with its reason
 
     def pack(self, shard: Shard, *, done: Callable[[], None]) -> None:
         """Write one shard; `done` is called for each image. DataError: a file cannot be read, or the disk is full."""
@@ -97,15 +111,16 @@ class Packer:
         aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
         try:
             with aside.open("xb") as file:  # a link of that name is not followed
-                writer = packed.Writer(file)
+                writer, broken = packed.Writer(file), list[tuple[str, str]]()
                 for index, outcome in self._outcomes(shard):
-                    label = int(shard.source.labels[index])
-                    writer.add(outcome.data, label=label, name=shard.source.name(index))
-                    self._count(outcome)
-                    if outcome.trouble is not None:
-                        self.troubles.append(f"{shard.source.path(index)}: cannot be decoded ({outcome.trouble})")
+                    if outcome.trouble is None:
+                        label = int(shard.source.labels[index])
+                        writer.add(outcome.data, label=label, name=shard.source.name(index))
+                        self._count(outcome)
+                    else:
+                        broken.append((shard.source.name(index), outcome.trouble))
                     done()
-                writer.finish(_facts(shard, self._recipe))
+                writer.finish(_facts(shard, self._recipe) | ({LEFT_OUT: broken} if broken else {}))
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(path)

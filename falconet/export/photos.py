@@ -1,7 +1,7 @@
 """The images of an export's checks: to compare scores on, to calibrate with, to measure on."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +164,8 @@ def _right(images: Dataset, graph: Graph, note: Say) -> Answers | None:
 
 def _of_run(data: Data, graph: Graph, *, seed: int) -> Dataset:
     require_local(data)  # what only a checkpoint names is never downloaded
+    if data.exclude_list is not None and not data.exclude_list.exists():  # checking an export needs no exact data
+        data = replace(data, exclude_list=None)
     return open_dataset(data, model=graph.options.model, global_batch=data.micro_batch, seed=seed)
 
 

@@ -12,7 +12,7 @@ from falconet.export.graph import INPUT, OUTPUT, Graph
 MODELS, VERSION, LABELS = "models", "1", "labels.txt"
 ENCODED = "encoded"  # the ensemble's input: the bytes of a photo
 MOST = 64  # images computed at once
-DELAY = 2000  # microseconds that a request may wait for others, as in `falconet serve`
+DELAY = 2000  # microseconds that a request may wait for others
 
 
 def version_folder(graph: Graph, folder: Path) -> Path:

@@ -4,33 +4,52 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
 from falconet.errors import UserError
 from falconet.infer.predictor import Scores
-from falconet.serve import bodies, protocol, site, uploads
+from falconet.serve import bodies, protocol, records, site, uploads
+from falconet.serve.access import OPEN, Access, Handler
 from falconet.serve.bodies import Bytes, Memory
 from falconet.serve.classification import classify
 from falconet.serve.connections import log_failure, refusal
+from falconet.serve.prometheus import Metrics
 from falconet.serve.protocol import Asked, Served
-from falconet.serve.refusals import ForbiddenError, OverloadedError, RefusedError, RequestError
+from falconet.serve.refusals import (
+    ForbiddenError,
+    OverloadedError,
+    RefusedError,
+    RequestError,
+    UnauthorizedError,
+)
 from falconet.serve.repository import Model, Repository
+from falconet.serve.telemetry import Telemetry
 
 AT_ONCE = 4 << 10  # bytes of JSON, or scores to write as JSON, that do not need another thread
+_HEADERS = {OverloadedError: {"Retry-After": "1"}, UnauthorizedError: {"WWW-Authenticate": "Bearer"}}
 TOP = 5  # classes of a photo, unless the request says how many
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FrontEnd:
     """Answers HTTP requests with the models of a repository."""
 
     def __init__(
-        self, repository: Repository, *, memory: Memory, most_body: int, seconds: float, may_load: bool = False
+        self,
+        repository: Repository,
+        *,
+        memory: Memory,
+        most_body: int,
+        seconds: float,
+        may_load: bool = False,
+        access: Access = OPEN,
+        telemetry: Telemetry | None = None,
     ) -> None:
         """`most_body`: bytes of a request with photos; `seconds`: until a request is late; `may_load`: by clients."""
+        self._access, self._telemetry = access, telemetry or Telemetry(Metrics())
+        self._telemetry.metrics.watch(models=lambda: repository.models, in_flight=lambda: self._telemetry.in_flight)
         self._repository, self._memory = repository, memory
         self._most_body, self._seconds, self._may_load = most_body, seconds, may_load
         # One long JSON at a time: numpy takes ten times its size to read it, which `memory` does not count.
@@ -45,7 +64,11 @@ class FrontEnd:
 
     def application(self) -> web.Application:
         """All routes."""
-        app = web.Application(middlewares=[_in_one_line])
+        app = web.Application()
+        self._telemetry.follow(app)  # outermost, so that it sees what the others refuse
+        app.middlewares.append(_in_one_line)
+        self._access.guard(app)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/predict", self._predict)
         app.router.add_get("/v2", _always(protocol.server_metadata()))
         app.router.add_get("/v2/health/live", _always({"live": True}))
@@ -62,6 +85,11 @@ class FrontEnd:
         app.router.add_post("/v2/repository/models/{model}/unload", self._unload)
         site.add_routes(app)
         return app
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        show, accept = self._telemetry.metrics.exposition, request.headers.get("Accept", "")
+        text, content_type = await asyncio.to_thread(show, accept)  # it takes milliseconds
+        return web.Response(body=text, headers={"Content-Type": content_type})
 
     # Photos.
 
@@ -174,8 +202,10 @@ async def _in_one_line(request: web.Request, handler: Handler) -> web.StreamResp
         return await handler(request)
     except RefusedError as error:
         log_failure(error)
-        return refusal(error.status, str(error), {"Retry-After": "1"} if isinstance(error, OverloadedError) else None)
+        records.note_refusal(error)
+        return refusal(error.status, str(error), _HEADERS.get(type(error)))
     except UserError as error:  # a model that cannot be loaded
+        records.note_refusal(error)
         return refusal(400, str(error))
 
 

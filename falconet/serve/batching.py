@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +11,8 @@ from typing import NamedTuple
 from falconet.infer.predictor import Execute, Pixels, Scores
 from falconet.report.console import are
 from falconet.serve.refusals import ComputingError, LateError, OverloadedError
+
+Executed = Callable[[int, float], None]  # is told of each batch: its images, and the seconds that it took
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,8 @@ class _Waiting:
 class Batcher:
     """Gathers waiting requests into batches for the lanes; belongs to one event loop."""
 
-    def __init__(self, lanes: Sequence[Execute], policy: Policy) -> None:
+    def __init__(self, lanes: Sequence[Execute], policy: Policy, executed: Executed = lambda *_: None) -> None:
+        self._executed = executed
         self.counts, self.spent = Counts(), Spent()
         self.policy = policy
         self._idle = list(lanes)
@@ -154,6 +157,8 @@ class Batcher:
             self._idle.append(lane)
             error = done.exception()
             self.counts.failed_in_a_row = self.counts.failed_in_a_row + 1 if error else 0
+            if error is None:
+                self._executed(_size(batch), done.result()[1])
             for number, waiting in enumerate(batch):
                 if waiting.computed.done():  # late, or its client disconnected meanwhile
                     self.counts.dropped += 1

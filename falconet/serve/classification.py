@@ -12,6 +12,7 @@ import torch
 from falconet.data.image_files import UnreadableImageError
 from falconet.infer.prediction import predicted
 from falconet.infer.predictor import Pixels
+from falconet.serve import records
 from falconet.serve.batching import Computed
 from falconet.serve.refusals import RequestError
 from falconet.serve.repository import Model
@@ -35,6 +36,7 @@ async def classify(
     read = await _read(model, photos, threads)
     decoded = time.perf_counter()
     images = [each.pixels for each in read if each.pixels is not None]
+    records.note_photos(len(photos), len(photos) - len(images), begun=begun, seconds=decoded - begun)
     if not images:
         raise RequestError("; ".join(_named(photo, each.problem) for photo, each in zip(photos, read, strict=True)))
     most = model.served.max_batch

@@ -6,10 +6,11 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
@@ -21,6 +22,8 @@ from falconet.serve.refusals import ComputingError, RefusedError
 
 IDLE_SECONDS = 75.0  # to receive a request line and headers; aiohttp's default is an hour
 ANSWER_SECONDS = 60.0  # for a client to take what was sent to it
+HANDSHAKE_SECONDS = 10.0  # for a client to agree on TLS
+GRACE_SECONDS = 1.0  # for a handshake to end when the server stops, and for a client to agree to the end of TLS
 LINGER_SECONDS = 2.0  # to read on after a refusal: a client that is still sending would get a reset instead of it
 RETRY_SECONDS = 0.1  # between a failed accept and the next
 GLANCE_SECONDS = 0.01  # between two looks at the connections while they are drained
@@ -98,7 +101,8 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._wire = transport
-        transport.set_write_buffer_limits(0)  # so that `pause_writing` reports the first byte that is not taken
+        # So that `pause_writing` reports the first byte that is not taken; at 0, TLS would report also none.
+        transport.set_write_buffer_limits(0 if transport.get_extra_info("sslcontext") is None else 1, 0)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -182,6 +186,7 @@ async def serve(
     *,
     drain_seconds: float,
     started: Callable[[], None],
+    tls: ssl.SSLContext | None = None,
     drains: Sequence[Drain] = (),
 ) -> Stopped:
     """Serve until a signal, then finish requests in progress; the code is 130 after Ctrl-C, else 0.
@@ -203,7 +208,7 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # else `nohup`
             loop.add_signal_handler(number, stop, number)
-    async with answering(front, listening, drain_seconds=drain_seconds) as cut:
+    async with answering(front, listening, drain_seconds=drain_seconds, tls=tls) as cut:
         started()  # not before a signal would be handled
         reason = await asked
         draining = [loop.create_task(drain()) for drain in drains]
@@ -212,7 +217,9 @@ async def serve(
 
 
 @contextlib.asynccontextmanager
-async def answering(front: Answering, listening: socket.socket, *, drain_seconds: float) -> AsyncIterator[list[int]]:
+async def answering(
+    front: Answering, listening: socket.socket, *, drain_seconds: float, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[list[int]]:
     """Inside the context, answer requests; on exit, finish those in progress.
 
     The yielded list is empty until the exit; then it has the number of requests that were cut.
@@ -223,11 +230,18 @@ async def answering(front: Answering, listening: socket.socket, *, drain_seconds
     server = runner.server
     assert server is not None
     loop, connecting = asyncio.get_running_loop(), set[asyncio.Task[object]]()
+    encryption = _encryption(tls)
 
     def take(connection: socket.socket) -> None:
-        task = loop.create_task(loop.connect_accepted_socket(lambda: Connection(server, loop), connection))
+        opening = loop.connect_accepted_socket(lambda: Connection(server, loop), connection, **encryption)
+        task = loop.create_task(opening)
         connecting.add(task)
-        task.add_done_callback(connecting.discard)
+        task.add_done_callback(opened)
+
+    def opened(task: asyncio.Task[object]) -> None:
+        connecting.discard(task)
+        if not task.cancelled() and not isinstance(error := task.exception(), OSError | None):
+            raise error  # an OSError is a client that does not speak TLS, or has gone meanwhile
 
     def connections() -> list[Connection]:
         return [one for one in server.connections if isinstance(one, Connection)]
@@ -238,9 +252,11 @@ async def answering(front: Answering, listening: socket.socket, *, drain_seconds
                 yield cut
         finally:
             front.is_ready = False
-        cut.append(await _drained(connections, until=loop.time() + drain_seconds))
+        cut.append(await _drained(connections, connecting, until=loop.time() + drain_seconds))
     finally:
         await asyncio.sleep(0)  # let the last connection start
+        for task in connecting if tls else ():
+            task.cancel()  # a handshake that does not end
         if connecting:
             await asyncio.wait(connecting)  # otherwise they would never be closed
         for one in connections():
@@ -249,13 +265,23 @@ async def answering(front: Answering, listening: socket.socket, *, drain_seconds
         front.close()
 
 
-async def _drained(connections: Callable[[], list[Connection]], *, until: float) -> int:
+def _encryption(tls: ssl.SSLContext | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    return {"ssl": tls, "ssl_handshake_timeout": HANDSHAKE_SECONDS, "ssl_shutdown_timeout": GRACE_SECONDS}
+
+
+async def _drained(
+    connections: Callable[[], list[Connection]], connecting: Set[asyncio.Task[object]], *, until: float
+) -> int:
     """Let requests in progress finish until a time of the loop's clock; returns how many did not."""
     for one in connections():
         one.is_draining = True
     for _ in range(LOOKS):
         await asyncio.sleep(GLANCE_SECONDS)
-    while (left := connections()) and asyncio.get_running_loop().time() < until:
+    now = asyncio.get_running_loop().time
+    agreed = now() + GRACE_SECONDS  # by then, handshakes in progress have ended, or never will
+    while ((left := connections()) or (connecting and now() < agreed)) and now() < until:
         for one in left:
             one.is_draining = True
             if one.is_idle:

@@ -13,8 +13,14 @@ class RequestError(RefusedError):
     status = 400
 
 
+class UnauthorizedError(RefusedError):
+    """The request has no key that the server knows."""
+
+    status = 401
+
+
 class ForbiddenError(RefusedError):
-    """The server was not started to do this."""
+    """The server was not started to do this, or not for this client."""
 
     status = 403
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ import numpy.typing as npt
 from falconet.errors import UserError, did_you_mean
 from falconet.infer.predictor import Execute, Pixels
 from falconet.report.console import Say
-from falconet.serve import protocol
-from falconet.serve.batching import Batcher, Computed, Counts, Policy
+from falconet.serve import protocol, records
+from falconet.serve.batching import Batcher, Computed, Counts, Executed, Policy
 from falconet.serve.protocol import Served
 from falconet.serve.refusals import RequestError, UnavailableError, UnknownModelError
 
@@ -52,10 +53,10 @@ class Listed(NamedTuple):
 class Model:
     """A version of a model that answers requests until it is retired."""
 
-    def __init__(self, opened: Opened, policy: Policy) -> None:
+    def __init__(self, opened: Opened, policy: Policy, executed: Executed = lambda *_: None) -> None:
         self.served, self.decode = opened.served, opened.decode
         self.stamp, self.about = opened.stamp, opened.about
-        self.batcher = Batcher(opened.lanes, policy)
+        self.batcher = Batcher(opened.lanes, policy, executed)
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -70,6 +71,7 @@ class Model:
         """Inside the context, the model stays, even if a newer version takes its name."""
         self._users += 1
         self._unused.clear()
+        records.note_model(self.served.name, self.served.version)
         try:
             yield self
         finally:
@@ -79,7 +81,9 @@ class Model:
 
     async def computed(self, images: Pixels, *, deadline: float | None = None) -> Computed:
         """The scores of 1 to `max_batch` images."""
-        return await self.batcher.submit(images, deadline=deadline)
+        found = await self.batcher.submit(images, deadline=deadline)
+        records.note_computed(len(images), queued=found.queued, computed=found.computed)
+        return found
 
     def configuration(self) -> dict[str, object]:
         """As Triton has it."""
@@ -102,6 +106,7 @@ class Repository:
     sources: Callable[[], Mapping[str, Source]]
     policy: Callable[[Served], Policy]
     preferred: str | None = None  # the model of requests that name none
+    executed: Callable[[str, int, float], None] = lambda *_: None  # is told of each batch: model, images, seconds
     _models: dict[str, Model] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)  # by name: why it could not be loaded, or swapped
     _opening: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: each takes memory and all cores
@@ -180,7 +185,7 @@ class Repository:
 
     def adopt(self, name: str, opened: Opened) -> None:
         """Answer requests for this name with what was opened from now on."""
-        self._models[name] = Model(opened, self.policy(opened.served))
+        self._models[name] = Model(opened, self.policy(opened.served), partial(self.executed, name))
 
     async def unload(self, name: str) -> None:
         """Take no further requests for a model, and close it after those in progress."""

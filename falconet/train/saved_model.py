@@ -119,7 +119,11 @@ def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tupl
     refuse_download(loaded)
     # Generated images depend on the seed and the global batch of training, whatever the micro-batch here.
     trained = load_options(TrainOptions, [], manifest.config).options
-    data = options.data if _is_own(options.data, manifest) else _whole(options.data)
+    data = options.data
+    if not _is_own(data, manifest):
+        # A run's list leaves out photos of its own data.
+        is_listed = is_asked_for(loaded.sources.get("exclude-list"))
+        data = replace(_whole(data), exclude_list=data.exclude_list if is_listed else None)
     images = open_dataset(data, model=options.model.model, global_batch=global_batch(trained), seed=trained.run.seed)
     return options, images.of_classes(manifest.class_names, where=folder.name, several=manifest.several_labels)
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import layouts
+import odd_photos
 from falconet.checkpoint import format
-from falconet.data import native, packing
+from falconet.data import layout, native, packing
 from falconet.data.packing import Packer
 
 
@@ -35,13 +36,56 @@ def test_pack_reports_what_it_did_and_verify_finds_it_whole(falconet, root):
     assert falconet("data verify packed").out == "packed: 6 shards, 24 images: all checksums match\n"
 
 
-def test_a_file_that_is_not_an_image_is_named_and_counted(falconet, root):
+def test_a_file_that_is_not_an_image_is_named_counted_and_left_out(falconet, root):
     path = next((root / "train").rglob("*.JPEG"))
     path.write_text("hello")
     answer = falconet(f"data pack {root} packed")
+    assert answer.code == 1, answer.err
+    assert answer.out.splitlines()[1:] == [
+        "left out 1 of 24 photos, which cannot be decoded; packed/broken_photos.txt lists all:",
+        f"  {path}: not an image",
+    ]
+    name = path.relative_to(root)
+    assert Path("packed/broken_photos.txt").read_text() == f"# not an image\n{name}\n"
+    splits = layout.load_photos(Path("packed"))
+    assert (len(splits.train), len(splits.validation)) == (17, 6)
+    assert str(name).removeprefix("train/") not in [splits.train.name(index) for index in range(17)]
+
+
+def test_every_photo_cut_at_256_kib_is_left_out_and_listed_however_often_it_is_packed(falconet, tmp_path):
+    root = layouts.class_folders(tmp_path / "photos", train=10)
+    whole = odd_photos.large_jpeg(1)
+    cut = [path for path in sorted((root / "train").rglob("*.JPEG")) if not path.stem.endswith("_9")]
+    for path in cut:
+        path.write_bytes(whole[: odd_photos.CUT])
+    answer = falconet(f"data pack {root} packed --shard-size 7")
+    assert answer.code == 1
+    assert "packed: 6 shards; 9 images packed now" in answer.out
+    assert "left out 27 of 36 photos" in answer.out
+    assert answer.out.endswith("  and 22 more\n")
+    listed = Path("packed/broken_photos.txt").read_text().splitlines()
+    assert listed == ["# truncated", *(str(path.relative_to(root)) for path in cut)]
+    before = digests("packed")
+    again = falconet(f"data pack {root} packed --shard-size 7")
+    assert again.code == 1
+    assert "packed: nothing to do, 6 shards are already there\nleft out 27 of 36 photos" in again.out
+    assert digests("packed") == before
+    assert falconet("data verify packed").code == 0
+    assert (len(layout.load_photos(Path("packed")).train), falconet("data check packed").code) == (3, 0)
+
+
+def test_listed_photos_are_left_out_before_packing(falconet, root):
+    path = next((root / "train").rglob("*.JPEG"))
+    path.write_text("hello")
+    answer = falconet(f"data check {root} --exclude-list broken.txt")
+    assert answer.code == 1, answer.err
+    answer = falconet(f"data pack {root} packed --exclude-list broken.txt")
     assert answer.code == 0, answer.err
-    assert f"{path}: cannot be decoded (not an image); packed as it is" in answer.out
-    assert "; 1 cannot be decoded" in answer.out
+    assert "left out 1 photo that broken.txt lists" in answer.out
+    assert "23 images packed now" in answer.out
+    assert not Path("packed/broken_photos.txt").exists()
+    gone = falconet(f"data pack {root} other --exclude-list nowhere.txt")
+    assert (gone.code, "--exclude-list: nowhere.txt: no such file; expected" in gone.err) == (2, True)
 
 
 def test_verify_names_a_flipped_bit(falconet, root):

@@ -51,7 +51,7 @@ ACTS = (
         "grpc-port",
     ),
     *("weights", "checkpoints-kept", "temporary", "resume", "config", "plan", "photos", "overwrite", "more-models"),
-    *("watch", "runs"),
+    *("watch", "runs", "allowed-host", "cors-origin", "opentelemetry"),
 )
 
 
@@ -64,7 +64,8 @@ def test_paths_and_sinks_declare_whether_a_checkpoint_may_supply_them():
     named = {(section, name) for section, name in ALL if name in (*ACTS, *INVOCATION)}
     # What a run has says nothing about the devices of its validation.
     named |= {("Copies", "replicas"), ("Inference", "pipeline-splits")}
-    assert is_local == named | {key for key, option in ALL.items() if option.takes_path and key[1] != "data-dir"}
+    read_only = {("Data", "data-dir"), ("Data", "exclude-list")}
+    assert is_local == named | {key for key, option in ALL.items() if option.takes_path} - read_only
 
 
 def test_every_default_is_a_value_of_its_type_and_within_its_range():

@@ -117,13 +117,13 @@ def test_a_photo_with_too_many_pixels_is_refused_by_its_header(tmp_path, monkeyp
 @pytest.fixture
 def looked(monkeypatch):
     """The names of files whose headers are read."""
-    seen, plain = [], headers._look
+    seen, plain = [], headers.look
 
     def look(paths):
         seen.extend(Path(os.fsdecode(path)).name for path in paths)
         return plain(paths)
 
-    monkeypatch.setattr(headers, "_look", look)
+    monkeypatch.setattr(headers, "look", look)
     return seen
 
 

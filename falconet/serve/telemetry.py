@@ -1,0 +1,109 @@
+"""Telemetry: follows each request, and shows its record to metrics, log and traces when it ends."""
+
+import asyncio
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from falconet.config.options import Telemetry as TelemetryOptions
+from falconet.report.console import Say
+from falconet.serve.access import Handler, route_of
+from falconet.serve.access_log import AccessLog
+from falconet.serve.prometheus import Metrics
+from falconet.serve.records import CURRENT, LONGEST, Observer, Record
+
+ID = "X-Request-Id"
+GONE = "499"  # the client disconnected before its answer; HTTP has no number for it, and proxies use this one
+_SANE = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Telemetry:
+    """Follows the requests of a server, and shows each to the metrics and to further observers at the end."""
+
+    def __init__(self, metrics: Metrics, observers: Sequence[Observer] = ()) -> None:
+        self.metrics = metrics
+        self._observers = (*observers, metrics.add)
+        self.in_flight = 0
+
+    @contextlib.contextmanager
+    def following(self, record: Record) -> Iterator[Record]:
+        """Inside the context, a request is answered."""
+        self.in_flight += 1
+        CURRENT.set(record)  # until the end of the request's task, in which the headers of its answer get its id
+        try:
+            yield record
+        finally:
+            self.in_flight -= 1
+            record.seconds = time.perf_counter() - record.begun
+            for observe in self._observers:
+                observe(record)
+
+    def follow(self, app: web.Application) -> None:
+        """Follow the requests of an application, around the middlewares that are added later."""
+        app.middlewares.append(self._followed())
+        app.on_response_prepare.append(_identified)
+
+    def _followed(self) -> Middleware:
+        @web.middleware
+        async def followed(request: web.Request, handler: Handler) -> web.StreamResponse:
+            route = route_of(request)
+            record = Record(
+                id=request_id(request.headers.get(ID)),
+                client=request.remote or "",
+                method=request.method if route else request.method[:LONGEST],
+                route=route,
+                path="" if route else request.path[:LONGEST],
+                sent=request.headers,
+            )
+            with self.following(record):
+                try:
+                    response = await handler(request)
+                    record.status = str(response.status)
+                    if isinstance(response, web.Response):
+                        record.bytes_out = response.content_length or 0
+                except web.HTTPException as error:  # from the router
+                    record.status, record.reason = str(error.status), error.reason.lower().replace(" ", "_")
+                    record.error = error.reason.lower()
+                    raise
+                except asyncio.CancelledError:
+                    record.status, record.reason = GONE, "client_gone"
+                    raise
+                finally:
+                    record.bytes_in = request.content.total_bytes
+            return response
+
+        return followed
+
+
+async def _identified(_: web.Request, response: web.StreamResponse) -> None:
+    if (record := CURRENT.get()) is not None:
+        response.headers[ID] = record.id
+
+
+def request_id(sent: str | None) -> str:
+    """The client's, if it is short and printable, else a new one."""
+    return sent if sent is not None and _SANE.fullmatch(sent) else secrets.token_hex(8)
+
+
+@contextlib.contextmanager
+def from_options(options: TelemetryOptions, metrics: Metrics, say: Say) -> Iterator[Telemetry]:
+    """What the options ask for; on exit, what is left of logs and traces is written, unless that takes long."""
+    with contextlib.ExitStack() as closing:
+        observers: list[Observer] = []
+        if options.opentelemetry:
+            from falconet.serve.tracing import Tracing  # needs packages of an extra of its own
+
+            traces = Tracing(say)
+            closing.callback(traces.close)
+            observers.append(traces.add)
+        if options.access_log is not None:
+            log = AccessLog(options.access_log)
+            closing.callback(log.close)
+            observers.append(log.add)  # after the traces, whose ids it shows
+            metrics.count_lost_lines(lambda: log.lost)
+        yield Telemetry(metrics, observers)
