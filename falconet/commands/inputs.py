@@ -109,6 +109,11 @@ def check(options: Any) -> None:
         if options.upload.source is None:
             raise ConfigError("expected a run folder, as in `falconet upload runs/my-run`")
         require_folder(options.upload.source, "a run folder")
+    elif isinstance(options, commands.ReportOptions):
+        if not options.report.runs:
+            raise ConfigError("expected one or more run folders, as in `falconet report runs/my-run`")
+        if options.report.save_plots:
+            _require_plots()
     elif isinstance(options, commands.ServeOptions):
         require_package("aiohttp", extra="serve")
         require_package("prometheus_client", extra="serve")
@@ -126,7 +131,14 @@ def check(options: Any) -> None:
             require_checkpoints(path)
     if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
         _require_data(options.data.data_dir)
+    if isinstance(options, commands.TrainOptions) and options.logging.report and options.logging.save_plots:
+        _require_plots()
     _check_validated(options)
+
+
+def _require_plots() -> None:
+    with named_option("save_plots"):
+        require_package("matplotlib", extra="plots")
 
 
 def _check_checked(options: commands.DataCheckOptions) -> None:
