@@ -16,6 +16,7 @@ from falconet.config.settings import LINE, Setting
 from falconet.config.spaces import spaces_in
 from falconet.errors import ConfigError, DataError, named_option
 
+EXPORT_RECORD = "export.json"  # in every folder that `falconet export` wrote
 EXPORT_PACKAGES = {
     **dict.fromkeys(("onnx", "triton"), ("onnx", "onnxscript", "onnxruntime")),
     "openvino": ("openvino",),
@@ -115,10 +116,7 @@ def check(options: Any) -> None:
         if options.report.save_plots:
             _require_plots()
     elif isinstance(options, commands.ServeOptions):
-        require_package("aiohttp", extra="serve")
-        require_package("prometheus_client", extra="serve")
-        if options.telemetry.opentelemetry:
-            require_package("opentelemetry.exporter.otlp.proto.http", extra="telemetry")
+        _check_served(options)
     elif isinstance(options, commands.PredictOptions):
         _check_predicted(options)
     elif isinstance(options, commands.ExportOptions):
@@ -207,6 +205,20 @@ def _check_exported(options: commands.ExportOptions) -> None:
             raise ConfigError(f"--format {export.format}: needs {package}, which is not installed: pip install {extra}")
     if export.photos is not None:
         require_folder(export.photos, "a folder of photos for --photos")
+
+
+def _check_served(options: commands.ServeOptions) -> None:
+    """The packages of a server, and the runs, exports and files that it serves."""
+    for package in ("aiohttp", "prometheus_client"):
+        require_package(package, extra="serve")
+    if options.telemetry.opentelemetry:
+        require_package("opentelemetry.exporter.otlp.proto.http", extra="telemetry")
+    first = options.input.checkpoint_input_path
+    for path in (*([first] if first else []), *options.models.more_models):
+        if not path.is_file() and not (path / EXPORT_RECORD).is_file():
+            require_checkpoints(path)
+    if options.models.repository:
+        require_folder(options.models.repository, "a folder of runs for --repository")
 
 
 def _check_measured(options: commands.BenchServeOptions) -> None:
