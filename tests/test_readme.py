@@ -40,7 +40,7 @@ def test_command_that_needs_data_fails_only_without_it(falconet, line, monkeypat
     monkeypatch.setattr(urllib.request, "urlopen", no_network)
     answer = falconet(line.removeprefix("falconet "))
     assert answer.code == 2
-    assert re.search(r"falconet (train|predict): (photos|runs/photos|cifar10).*", answer.err), answer.err
+    assert re.search(r"falconet (train|predict|serve): (photos|runs/photos|cifar10).*", answer.err), answer.err
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

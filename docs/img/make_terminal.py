@@ -11,16 +11,22 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
+from falconet.report import terminal_plot
+from falconet.report.run_files import read_run
+
 SHOWN = (1, 2, 3, 4, 5, 29, 30)  # epochs; the others are replaced by one line that says so
 COLUMNS = 100
 
 
 def trained() -> list[str]:
-    """The lines of the run, standard output alone."""
+    """The lines of the run, standard output alone, with the plot that a terminal shows before the summary."""
     with tempfile.TemporaryDirectory() as folder:
         line = [sys.executable, "-m", "falconet", "train", "--run-dir", "runs/first"]
         done = subprocess.run(line, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
-    return done.stdout.splitlines()
+        plot = terminal_plot.lines(read_run(Path(folder) / "runs/first"))
+    lines = done.stdout.splitlines()
+    end = next(place for place, text in enumerate(lines) if text.startswith("best accuracy")) - 1
+    return [*lines[:end], *plot, *lines[end:]]
 
 
 def shortened(lines: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from falconet.config.settings import LINE, Setting
 from falconet.config.spaces import spaces_in
 from falconet.errors import ConfigError, DataError, named_option
 
+EXPORT_RECORD = "export.json"  # in every folder that `falconet export` wrote
 EXPORT_PACKAGES = {
     **dict.fromkeys(("onnx", "triton"), ("onnx", "onnxscript", "onnxruntime")),
     "openvino": ("openvino",),
@@ -109,11 +110,13 @@ def check(options: Any) -> None:
         if options.upload.source is None:
             raise ConfigError("expected a run folder, as in `falconet upload runs/my-run`")
         require_folder(options.upload.source, "a run folder")
+    elif isinstance(options, commands.ReportOptions):
+        if not options.report.runs:
+            raise ConfigError("expected one or more run folders, as in `falconet report runs/my-run`")
+        if options.report.save_plots:
+            _require_plots()
     elif isinstance(options, commands.ServeOptions):
-        require_package("aiohttp", extra="serve")
-        require_package("prometheus_client", extra="serve")
-        if options.telemetry.opentelemetry:
-            require_package("opentelemetry.exporter.otlp.proto.http", extra="telemetry")
+        _check_served(options)
     elif isinstance(options, commands.PredictOptions):
         _check_predicted(options)
     elif isinstance(options, commands.ExportOptions):
@@ -126,7 +129,14 @@ def check(options: Any) -> None:
             require_checkpoints(path)
     if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
         _require_data(options.data.data_dir)
+    if isinstance(options, commands.TrainOptions) and options.logging.report and options.logging.save_plots:
+        _require_plots()
     _check_validated(options)
+
+
+def _require_plots() -> None:
+    with named_option("save_plots"):
+        require_package("matplotlib", extra="plots")
 
 
 def _check_checked(options: commands.DataCheckOptions) -> None:
@@ -195,6 +205,20 @@ def _check_exported(options: commands.ExportOptions) -> None:
             raise ConfigError(f"--format {export.format}: needs {package}, which is not installed: pip install {extra}")
     if export.photos is not None:
         require_folder(export.photos, "a folder of photos for --photos")
+
+
+def _check_served(options: commands.ServeOptions) -> None:
+    """The packages of a server, and the runs, exports and files that it serves."""
+    for package in ("aiohttp", "prometheus_client"):
+        require_package(package, extra="serve")
+    if options.telemetry.opentelemetry:
+        require_package("opentelemetry.exporter.otlp.proto.http", extra="telemetry")
+    first = options.input.checkpoint_input_path
+    for path in (*([first] if first else []), *options.models.more_models):
+        if not path.is_file() and not (path / EXPORT_RECORD).is_file():
+            require_checkpoints(path)
+    if options.models.repository:
+        require_folder(options.models.repository, "a folder of runs for --repository")
 
 
 def _check_measured(options: commands.BenchServeOptions) -> None:

@@ -35,6 +35,7 @@ from falconet.config.options import (
     Parallel,
     Predict,
     Pretrained,
+    Report,
     Run,
     Search,
     Serving,
@@ -347,6 +348,16 @@ class VerifyOptions(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportOptions(Command):
+    """Write a page about a run, or about several side by side: curves, classes, mistakes, options."""
+
+    example = "falconet report runs/first runs/second --output comparison.html"
+    arguments = ("runs",)
+
+    report: Report = field(default_factory=Report)
+
+
+@dataclass(frozen=True, kw_only=True)
 class UploadOptions(Command):
     """Upload the metrics of a finished run to Weights & Biases."""
 
@@ -387,6 +398,7 @@ COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "data bench": DataBenchOptions,
     "data pack": PackOptions,
     "data verify": VerifyOptions,
+    "report": ReportOptions,
     "upload": UploadOptions,
     "models": ModelsOptions,
     "configs": ConfigsOptions,

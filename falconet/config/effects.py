@@ -90,6 +90,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         "log points per epoch: --log-interval replaces them",
         lambda options: options.logging.log_interval is None,
     ),
+    ("save-plots", "--report", lambda options: options.logging.report),
     ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
     ("optimizer-eps", "--optimizer adamw, rmsprop or lars", _optimizer_in("adamw", "rmsprop", "rmsprop_tf", "lars")),
     ("rmsprop-decay", "--optimizer rmsprop", _optimizer_in("rmsprop", "rmsprop_tf")),

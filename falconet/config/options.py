@@ -516,6 +516,10 @@ class Logging:
     """Weights & Biases project."""
     weight_histogram: bool = local(False, again="continue the histograms")
     """Log histograms of all trained weights to --wandb and --tensorboard (also --wandb-weight-histogram)."""
+    report: bool = portable(True)  # files in the run folder, as the next two
+    """Write report.html, a page about the run, and results.csv to the run folder, after epochs and at the end."""
+    save_plots: bool = portable(False)
+    """Also draw the report's plots as PNG and PDF into plots/ in the run folder, at the end; needs matplotlib."""
     mlperf_logging: bool = portable(False)  # a file in the run folder, written like the others there
     """Also write result_<seed>.txt to the run folder, the log of MLPerf Training 1.1 (image classification)."""
 
@@ -914,6 +918,18 @@ class Verify:
 
     source: Path | None = local(None)
     """Folder with the shards; also the command's first argument."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Which runs are shown, and where the page goes."""
+
+    runs: tuple[Path, ...] = local(())
+    """Run folders; several are shown side by side. Also the command's arguments."""
+    output: Path | None = local(None)
+    """The page to write; default: report.html in the run folder, or of several runs in the current folder."""
+    save_plots: bool = False
+    """Also draw plots as PNG and PDF into plots/ beside the page; needs matplotlib."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,6 +165,12 @@ class Screen:
             self.line("stdout was closed; continuing on stderr")
             self.line(text)
 
+    @property
+    def is_drawable(self) -> bool:
+        """Whether a drawing of characters is seen: on a wide terminal that has them; a log keeps numbers only."""
+        is_live = self.console.is_terminal and not self.console.is_dumb_terminal and PSEUDO not in os.environ
+        return is_live and self.console.encoding == "utf-8" and self.console.width >= epochs.NARROW
+
     def begin(self, *, total: int, done: int, images: int, heartbeat: float | None) -> None:
         """Show a run of `total` updates with `images` each.
 

@@ -30,17 +30,31 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answered for the images that counted: 12 bytes each."""
+    """What a model answered for the images that counted: 16 bytes each."""
 
     labels: IntArray  # N
     predicted: IntArray  # N
     confidence: FloatArray  # N, the probability of the predicted class
+    numbers: IntArray  # N, of the images in their source
+
+    def mistakes(self, most: int) -> IntArray:
+        """The places of wrong answers, the most confident first."""
+        return self._ordered(self.labels != self.predicted, -self.confidence)[:most]
+
+    def hits(self, most: int) -> IntArray:
+        """The places of right answers, the least confident first."""
+        return self._ordered(self.labels == self.predicted, self.confidence)[:most]
+
+    def _ordered(self, chosen: BoolArray, by: FloatArray) -> IntArray:
+        places = np.flatnonzero(chosen)
+        return places[np.argsort(by[places], kind="stable")]
 
 
 @dataclass
 class Collected:
     """Observes batches and keeps their answers on the device, so that nothing waits for it."""
 
+    begin: int = 0  # the number of the first image of this process
     _parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
@@ -48,11 +62,13 @@ class Collected:
         self._parts.append((labels.int(), classes[:, 0].int(), probabilities[:, 0]))
 
     def read(self, world: World = ALONE) -> Answers:
-        """Those of all processes, in the order of the images."""
-        own = (torch.cat(each).cpu() for each in zip(*self._parts, strict=True))
-        labels, predicted, confidence = (gathered(each, world).numpy() for each in own)
+        """Those of all processes, in the order of the images; a stage that computes no logits has none."""
+        none = torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0)
+        own = [torch.cat(each).cpu() for each in zip(*(self._parts or [none]), strict=True)]
+        own.append(torch.arange(self.begin, self.begin + len(own[0])))
+        labels, predicted, confidence, numbers = (gathered(each, world).numpy() for each in own)
         is_counted = labels >= 0
-        return Answers(labels[is_counted], predicted[is_counted], confidence[is_counted])
+        return Answers(labels[is_counted], predicted[is_counted], confidence[is_counted], numbers[is_counted])
 
 
 def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

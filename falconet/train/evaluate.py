@@ -5,8 +5,9 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -367,6 +368,25 @@ def statistics_warning(
     return f"warning: {found.text}; {f'try --shortcut-padding {found.side}' if found.side else pixels_advice}"
 
 
+Which = Literal["model", "ema", "other"]  # the trained weights, their moving average, or those of a checkpoint
+
+
+class Record(Protocol):
+    """Keeps what validations answer, one model after the other."""
+
+    def begin(self, which: Which) -> None: ...  # the next batches are this model's
+    def add(self, logits: Tensor, labels: Tensor) -> None: ...  # an Observe
+    def best(self, which: Which, found: Evaluation, validated: Validated) -> None: ...  # better than all before it
+
+
+class NoRecord:
+    """Keeps nothing."""
+
+    def begin(self, which: Which) -> None: ...
+    def add(self, logits: Tensor, labels: Tensor) -> None: ...
+    def best(self, which: Which, found: Evaluation, validated: Validated) -> None: ...
+
+
 @dataclass(kw_only=True)
 class Validation:
     """Measures the model of a run when the loop asks for it, and reports what it finds."""
@@ -380,6 +400,7 @@ class Validation:
     stopping: Callable[[], bool] = never  # whether this process was asked to stop
     left_out: tuple[str, ...] = ()  # images that this process could not read so far
     metric: Metric = ACCURACY  # what was measured
+    record: Record = field(default_factory=NoRecord)
 
     def run(self) -> bool:
         """Whether it was completed; a run that is asked to stop meanwhile leaves it, with nothing written."""
@@ -387,8 +408,10 @@ class Validation:
         try:
             with stopwatch.standing():
                 begun = stopwatch.clock()
+                self.record.begin("model")
                 found = self.measure(self.state.model, self._glancing)
                 seconds = stopwatch.clock() - begun
+                self.record.begin("ema")
                 averaged = self.measure(self.state.ema.model, self._glancing) if self.state.ema else None
         except Interrupted:
             return False
@@ -405,6 +428,9 @@ class Validation:
         is_best = self.output.measurements.score(update, better.score, better.loss)
         validated = self._validated(found, seconds, self.checkpoint_name())
         self.output.style.validated(replace(validated, average=average, is_best=is_best))
+        if is_best:
+            with stopwatch.standing():
+                self.record.best("model" if better is found else "ema", better, validated)
         self._warn(found, "validation")
         if averaged:
             self._warn(averaged, "the moving average's validation")
@@ -418,6 +444,7 @@ class Validation:
     def average(self, name: str, *, suffix: str, origin: Origin) -> None:
         """Measure the model, which has averaged weights; `suffix` distinguishes further averages."""
         begun = self.output.stopwatch.clock()
+        self.record.begin("other")
         found = self.measure(self.state.model, never)
         self._warn(found, "the averaged checkpoints' validation")
         group = f"validation_averaged_{suffix}" if suffix else "validation_averaged"
@@ -431,6 +458,7 @@ class Validation:
     ) -> Evaluation:
         """Measure the model, which has the weights of another checkpoint, and `report` it."""
         begun = self.output.stopwatch.clock()
+        self.record.begin("other")
         found = self.measure(self.state.model, self.stopping)
         self._warn(found, f"the validation of {name}")
         validated = self._validated(found, self.output.stopwatch.clock() - begun, name)

@@ -32,7 +32,7 @@ from falconet.parallel.grid import Grid, SeveralStages, Stages
 from falconet.parallel.pipeline import Kind, Pipeline, Place, in_flight, relay
 from falconet.parallel.world import World
 from falconet.report.console import counted
-from falconet.train.evaluate import Evaluation, Measure, Tally, never, tally_of
+from falconet.train.evaluate import Evaluation, Measure, Observe, Tally, never, overlook, tally_of
 from falconet.train.loss import Loss
 from falconet.train.placement import GIB, Setup, TrainingLoader, build_moving, numbered, training_bytes
 from falconet.train.step import Moving, Update
@@ -197,6 +197,7 @@ def evaluate_stages(
     forward: Forward,
     grid: Grid,
     stopping: Callable[[], bool] = never,
+    observe: Observe = overlook,
     tally: Tally | None = None,
 ) -> Evaluation:
     """`evaluate` for a pipeline: the first stage's batches count, other stages get as many with any content.
@@ -217,6 +218,7 @@ def evaluate_stages(
         logits = relay(run, place, given)
         if logits is not None:
             tally.add(logits, labels)
+            observe(logits, labels)
     return tally.result(left=left)
 
 
@@ -334,6 +336,10 @@ class StagedModel:
         return zoo.count_parameters(self._whole)
 
     @property
+    def whole(self) -> nn.Module:
+        return self._whole
+
+    @property
     def layers(self) -> str:
         return str(self._whole)  # that of a stage would end with the code that torch generates for it
 
@@ -406,7 +412,7 @@ class StagedModel:
             return IdleLoader(len(setup.images.train), shape=setup.shape)
         return setup.training_loader()
 
-    def evaluator(self) -> Measure:
+    def evaluator(self, observe: Observe = overlook) -> Measure:
         setup, place = self.setup, self._place
         shape = replace(self._shape, accumulation=1)
         bad = BadImages(None, note=setup.note)
@@ -426,6 +432,7 @@ class StagedModel:
                 forward=self._forward,
                 grid=setup.grid,
                 stopping=stopping,
+                observe=observe,
                 tally=tally_of(setup.images, setup.grid.world),
             )
             checked = setup.images.left_out() if setup.grid.world.is_first else ()

@@ -36,7 +36,7 @@ from falconet.parallel.grid import Grid, OneStage, Stages
 from falconet.parallel.zero import ShardedReplicas
 from falconet.report.console import Say, counted
 from falconet.train import evaluate, saved_model
-from falconet.train.evaluate import Measure
+from falconet.train.evaluate import Measure, Observe, overlook
 from falconet.train.loss import Loss, MultiLabelLoss, WeightedLoss, presence_weights
 from falconet.train.step import Elsewhere, LocalStep, Move, Moving, PlainMove, Prepare, ScaledMove, Step
 
@@ -146,6 +146,9 @@ class Placement(Protocol):
     def layers(self) -> str: ...  # of the whole model, as torch prints it
 
     @property
+    def whole(self) -> nn.Module: ...  # only to look at, before `build`
+
+    @property
     def trained_parameters(self) -> int: ...  # by the first update
 
     @property
@@ -171,7 +174,7 @@ class Placement(Protocol):
 
     def loader(self) -> TrainingLoader: ...
 
-    def evaluator(self) -> Measure: ...
+    def evaluator(self, observe: Observe = overlook) -> Measure: ...
 
     def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> Step: ...
 
@@ -201,6 +204,10 @@ class WholeModel:
     @property
     def layers(self) -> str:
         return str(self._model[0])
+
+    @property
+    def whole(self) -> nn.Module:
+        return self._model[0]
 
     @property
     def trained_parameters(self) -> int:
@@ -289,7 +296,7 @@ class WholeModel:
     def loader(self) -> Loader | SyntheticLoader:
         return self.setup.training_loader()
 
-    def evaluator(self) -> Measure:
+    def evaluator(self, observe: Observe = overlook) -> Measure:
         setup = self.setup
         return evaluate.evaluator(
             setup.images,
@@ -297,6 +304,7 @@ class WholeModel:
             regime=setup.regime,
             world=setup.grid.world,
             note=setup.note,
+            observe=observe,
             tta=setup.options.views.tta,
             capture=setup.options.machine.capture,
         )

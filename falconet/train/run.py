@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -24,12 +25,14 @@ from falconet.errors import CheckpointError, ConfigError, Interrupted, ShortageE
 from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
 from falconet.parallel.data_parallel import digest
+from falconet.parallel.world import World
 from falconet.report.console import Screen, are, counted
 from falconet.report.epochs import in_short
 from falconet.report.mlperf import MlperfLog
 from falconet.report.throughput import Stopwatch
 from falconet.train import (
     build,
+    energy,
     evaluate,
     log,
     loop,
@@ -38,12 +41,14 @@ from falconet.train import (
     metrics,
     plan_text,
     processes,
+    record,
     run_folder,
     save,
     saved_model,
 )
 from falconet.train.build import BuiltPhase
 from falconet.train.evaluate import FailedTogetherError, Validation
+from falconet.train.layer_table import Row, layer_table
 from falconet.train.log import Log, Output, weight_drawing
 from falconet.train.loop import Watch
 from falconet.train.lr_finder import Finding
@@ -51,6 +56,7 @@ from falconet.train.metrics import Best, Measurements, NotFiniteError
 from falconet.train.placement import TrainingLoader
 from falconet.train.plan import Plan, phases_of
 from falconet.train.processes import Launch
+from falconet.train.record import Recorder
 from falconet.train.save import Identity, Saving
 from falconet.train.step import ProfiledStep, ShownStep, Step, TimedStep, moments_of
 from falconet.train.stop import StopRequest
@@ -123,9 +129,13 @@ def _carried_out(launch: Launch) -> int:
             built.popleft()
 
         bad = built[0].images.check.lines()
+        layers = _layers(built[0])
 
         def open_folder() -> Path:
             folder = _open_folder(launch, plan, held, bad)
+            if options.logging.report:
+                with record.warned(screen.line):
+                    record.write_facts(folder, layers, record.environment_of(world, threads=site.threads))
             if finding:
                 finding.write(folder)
                 screen.line(f"the loss at each learning rate: {folder / lr_finder.PLOT}")
@@ -145,6 +155,15 @@ def _with_rate(launch: Launch, site: build.Site) -> tuple[Launch, Finding | None
     site.screen.line("finding a learning rate (--lr auto)")
     finding = lr_finder.find(launch, site)
     return lr_finder.settled(launch, finding.rate), finding
+
+
+def _layers(built: BuiltPhase) -> list[Row]:
+    """The layers of the model for the report, in the first process; before the model is changed for its device."""
+    if not built.options.logging.report or not built.site.world.is_first:
+        return []
+    # With CUDA the compiler is imported anyway; without, an image takes less than a hundredth of an update.
+    on: Literal["cpu", "meta"] = "meta" if built.site.world.device.type == "cuda" else "cpu"
+    return layer_table(built.placement.whole, image_size=built.images.preprocessing.image_size, on=on)
 
 
 def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, began: float) -> int:
@@ -353,7 +372,10 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         screen.line(warning)
     loader = built.placement.loader()
     stopwatch = Stopwatch(moments=moments_of(world.device), seconds=state.progress.seconds)
-    step = _shown(built, _profiled(built, TimedStep(built.step(state), stopwatch), folder, state))
+    recorder = _recorder(built, session, update=state.progress.update, stopwatch=stopwatch)
+    timed = TimedStep(recorder.watched(built.step(state)), stopwatch)
+    step = _shown(built, _profiled(built, timed, folder, state))
+    before = energy.joules(world.device)
     output = _output(built, state, session, stopwatch=stopwatch, best=best)
     writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)
     in_a_row = built.plan.in_a_row
@@ -373,7 +395,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         vote = world.vote()
         watch = Watch(
             log=_log(built, state, session, output=output),
-            validation=_validation(built, state, saving, stopping=lambda: stop.requested),
+            validation=_validation(built, state, saving, recorder, stopping=lambda: stop.requested),
             saving=saving,
             stopping=lambda: vote(stop.requested),
             ended=lambda: _ended_early(built.plan, state.progress, output.measurements.best),
@@ -388,11 +410,12 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         if built.options.checkpoints.initial_checkpoint and state.progress.update == 0 and not built.restored:
             saving.save()
         with contextlib.closing(loader):
-            _update(built, state, step, watch, loader=loader, folder=folder)
+            _update(built, state, step, watch, recorder, loader=loader, folder=folder)
         watch.log.end()
         with stopwatch.standing():
             averaged = _conclude(built, watch, folder)
     memory_of_stages = metrics.measure_stages(state, built.replicas, built.site.grid)
+    joules = _energy(before, world)
     if watch.validation.left_out:
         built.site.note(evaluate.left_out_line(watch.validation.left_out))
     if world.is_first:
@@ -401,9 +424,41 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             metric=watch.validation.metric,
             memory=memory_of_stages,
             is_last=built.phase.is_last,
+            rate=watch.log.whole_run(),
+            joules=joules,
         )
         run_folder.write_summary(folder, watch.log, ending)
+        end = recorder.ended if built.phase.is_last else recorder.phase_ended
+        report = end(state.progress.update)
+        is_told = built.launch.conventions.is_ours and not built.options.run.temporary
+        run_folder.print_summary(folder, watch.log, replace(ending, report=report if is_told else None))
     return Handover(averaged=averaged, best=output.measurements.best) if averaged else None
+
+
+def _recorder(built: BuiltPhase, session: Session, *, update: int, stopwatch: Stopwatch) -> Recorder:
+    """What keeps the answers and pictures of a phase for its report, if there is one."""
+    logging = built.options.logging
+    if not logging.report or built.options.data.data == "synthetic":
+        return record.Unreported()
+    page = record.NoPage if built.options.run.temporary else record.Page
+    return record.Reported(
+        session.folder,
+        images=built.images,
+        grid=built.site.grid,
+        update=update,
+        stopwatch=stopwatch,
+        say=built.site.screen.line,
+        page=page(draws=logging.save_plots),
+    )
+
+
+def _energy(before: float | None, world: World) -> float | None:
+    """The joules of all devices since `before`; None: one of them does not tell. A collective."""
+    now = energy.joules(world.device) if before is not None else None
+    known = before is not None and now is not None
+    used = now - before if before is not None and now is not None else 0.0
+    total, told = world.sum(torch.tensor([used, float(known)], dtype=torch.float64)).tolist()
+    return total if round(told) == world.size else None
 
 
 @contextlib.contextmanager
@@ -514,26 +569,37 @@ def _log(built: BuiltPhase, state: TrainState, session: Session, *, output: Outp
     )
 
 
-def _validation(built: BuiltPhase, state: TrainState, saving: Saving, *, stopping: Callable[[], bool]) -> Validation:
+def _validation(
+    built: BuiltPhase, state: TrainState, saving: Saving, recorder: Recorder, *, stopping: Callable[[], bool]
+) -> Validation:
     return Validation(
         plan=built.plan,
         state=state,
         output=saving.output,
-        measure=built.placement.evaluator(),
+        measure=built.placement.evaluator(recorder.add),
         batch=evaluate.validation_batch(built.options),
         checkpoint_name=saving.name,
         stopping=stopping,
         metric=built.images.metric,
+        record=recorder,
     )
 
 
 def _update(
-    built: BuiltPhase, state: TrainState, step: Step, watch: Watch, *, loader: TrainingLoader, folder: Path
+    built: BuiltPhase,
+    state: TrainState,
+    step: Step,
+    watch: Watch,
+    recorder: Recorder,
+    *,
+    loader: TrainingLoader,
+    folder: Path,
 ) -> None:
     """Make every update that is left, with what is due in between."""
     plan, world, screen, saving = built.plan, built.site.world, built.site.screen, watch.saving
 
     def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
+        recorder.epoch_ended(state.progress.update)
         watch.log.begin_epoch(epoch)
         return screen.counts(
             saving.output.stopwatch.waits(loader.updates(epoch, skip=skip)),
@@ -545,11 +611,13 @@ def _update(
     try:
         loop.train(plan, state.progress, step, updates_of=updates_of, watch=watch, world=world)
     except NotFiniteError as error:
+        recorder.stopped()
         raise saving.diverged(error) from None
     except Interrupted:
         saving.output.style.stopped()
         screen.line(f"saved {saving.finish()}")
         screen.line(f"to continue: {run_folder.restore_line(folder, saving.folder)}")
+        recorder.stopped()
         world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
         raise
 

@@ -35,9 +35,11 @@ from falconet.errors import (
     named_option,
 )
 from falconet.models import zoo
+from falconet.report import plots, terminal_plot
 from falconet.report.console import Say, counted
 from falconet.report.epochs import BEST, Metric, in_short, span
 from falconet.report.folders import RunShape
+from falconet.report.run_files import ANSWERS, MEMORY, RECORDS, REPORT, RESULTS, SEEN, read_run
 from falconet.report.sinks import (
     JsonLines,
     Several,
@@ -49,7 +51,7 @@ from falconet.report.sinks import (
 )
 from falconet.report.styles import FALCONET, Conventions, Table
 from falconet.report.throughput import Rate
-from falconet.train import metrics
+from falconet.train import energy, metrics
 from falconet.train.log import Log
 from falconet.train.metrics import StageMemory
 
@@ -128,6 +130,7 @@ TIMES, CHECKPOINTS = "updates.jsonl", "checkpoints"
 WRITTEN = (
     *(CONFIG, PLAN, METRICS, TIMES, SUMMARY, "validation.csv", "training.csv", "log.txt"),
     *(CHECKPOINTS, "tensorboard", "wandb", "profile.json", "profile.txt"),
+    *(REPORT, RESULTS, RECORDS, plots.FOLDER),
 )
 OURS = frozenset({"model", "data", "optimizer", "micro-batch-size"})  # options that identify a config.yaml as ours
 KEPT = 3  # newest checkpoints, by default
@@ -277,6 +280,7 @@ def continue_log(
         for name in (METRICS, TIMES, *written, *([conventions.options_file] if conventions.options_file else [])):
             if (source / name).is_file() and not (source / name).is_symlink():
                 writing.replace(folder, name, (source / name).read_bytes())
+        _continue_records(folder, source, update=restored.manifest.progress.update)
     update = restored.manifest.progress.update if restored else 0  # as the log counts them, whatever the batch is now
     validated = not (restored and restored.manifest.meter.get("unvalidated"))
 
@@ -289,6 +293,17 @@ def continue_log(
     for table in conventions.tables:
         last = update if validated or not table.is_of_validations else update - 1
         writing.keep_lines(folder, table.name, _until(last, table))
+
+
+def _continue_records(folder: Path, source: Path, *, update: int) -> None:
+    """Copy what the other folder's report shows: the first batch, memory, and answers of no later update."""
+    if (source / RECORDS).is_symlink():
+        return
+    for name in (SEEN, MEMORY, ANSWERS):
+        if (source / name).is_file() and not (source / name).is_symlink():
+            content = (source / name).read_bytes()
+            if name != ANSWERS or _read_line(content)[0] <= update:
+                writing.replace(folder, name, content)
 
 
 def _read_line(line: bytes) -> tuple[int, Collection[str]]:
@@ -376,11 +391,14 @@ class Ending:
     metric: Metric  # what its validations measured
     memory: Sequence[StageMemory]  # of each stage
     is_last: bool  # no phase follows
+    rate: Rate  # of the whole phase
+    joules: float | None = None  # that all devices used; None: they do not tell
+    report: Path | None = None  # None: there is none
 
 
 def write_summary(folder: Path, log: Log, ending: Ending) -> None:
-    """summary.json, and what matters of it on the screen."""
-    rate, measured = log.whole_run(), log.output.measurements
+    """summary.json."""
+    rate, measured = ending.rate, log.output.measurements
     best = measured.best
     summary = {
         "updates": log.state.progress.update,
@@ -393,18 +411,27 @@ def write_summary(folder: Path, log: Log, ending: Ending) -> None:
         "peak_memory_bytes": max(stage.peak for stage in ending.memory),
         "memory_bytes": ending.memory[0].held.to_json(),
         **({"stages": [stage.to_json() for stage in ending.memory]} if len(ending.memory) > 1 else {}),
+        **({} if ending.joules is None else {"energy_joules": round(ending.joules)}),
         "metrics": measured.latest,
         "best": {f"validation_{ending.metric.name}": best.accuracy, "update": best.update} if best else None,
         "checkpoints": str(ending.checkpoints),
     }
     writing.replace(folder, SUMMARY, json.dumps(summary, indent=1) + "\n")
-    for name, text in {"": "", **_told(folder, log, ending, rate)}.items():
-        log.output.screen.line(f"{name:21}{text}".rstrip())
 
 
-def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
+def print_summary(folder: Path, log: Log, ending: Ending) -> None:
+    """What matters of the summary, below a plot on a terminal."""
+    screen = log.output.screen
+    if ending.is_last and ending.report and screen.is_drawable:
+        for line in terminal_plot.lines(read_run(folder, state="done")):
+            screen.line(line)
+    for name, text in {"": "", **_told(folder, log, ending)}.items():
+        screen.line(f"{name:21}{text}".rstrip())
+
+
+def _told(folder: Path, log: Log, ending: Ending) -> dict[str, str]:
     """The summary for a person: the result, where it is, and what to do with it."""
-    measured, lines, chosen = log.output.measurements, {}, None
+    measured, lines, chosen, rate = log.output.measurements, {}, None, ending.rate
     if ending.is_last:
         with contextlib.suppress(CheckpointError):  # the file system may be gone by now; the run itself is done
             chosen = format.choose(ending.checkpoints, "best", lambda _: None)
@@ -425,8 +452,12 @@ def _told(folder: Path, log: Log, ending: Ending, rate: Rate) -> dict[str, str]:
     waited = f"{rate.waiting_percent:.0f}% of the time waiting for data"
     lines["images per second"] = f"{rate.images_per_second:,.0f} ({waited})"
     lines |= metrics.told(ending.memory, replicas=log.plan.replicas)
+    if ending.joules is not None:
+        lines["energy"] = energy.in_words(ending.joules)
     if chosen:
         lines["best checkpoint"] = str(chosen.folder)
+    if ending.report:
+        lines["report"] = str(ending.report)
     lines["run folder"] = str(folder)
     if ending.is_last and log.plan.validation_mode != "none":
         is_inside = ending.checkpoints in (folder, folder / "checkpoints")

@@ -270,7 +270,7 @@ class LocalStep:
 
     def rehearse(self, batch: Batch) -> None:
         """Launch the kernels of an update with such micro-batches on tensors without memory: nothing changes."""
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, _replaced(self.forward, fake.from_tensor):
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, replaced(self.forward, fake.from_tensor):
             mix = batch.mix and mixing.Mix(*map(fake.from_tensor, batch.mix))
             images, labels = self.normalise(fake.from_tensor(batch.images)), fake.from_tensor(batch.labels)
             inputs, targets = mixing.apply(images, labels, mix, targets=self.loss.targets)
@@ -291,7 +291,7 @@ class LocalStep:
 
 
 @contextmanager
-def _replaced(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def replaced(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """The model with other weights and statistics for a while: what is added to them, and their hooks, are left out.
 
     `torch.func.functional_call` restores wrong tensors where a module has several names, as in a fused model.

@@ -25,6 +25,9 @@ def test_run_writes_a_complete_run_folder(falconet):
         "plan.txt",
         "metrics.jsonl",
         "updates.jsonl",
+        "report",
+        "report.html",
+        "results.csv",
         "summary.json",
         "checkpoints",
     }

@@ -16,7 +16,9 @@ NAMES = ("cat", "dog", "owl", "a class with a name that is far too long for a ta
 
 def answers(labels, predicted, confidence=None):
     sure = np.full(len(labels), 0.9) if confidence is None else np.array(confidence)
-    return Answers(np.array(labels, np.int32), np.array(predicted, np.int32), sure.astype(np.float32))
+    return Answers(
+        np.array(labels, np.int32), np.array(predicted, np.int32), sure.astype(np.float32), np.arange(len(labels))
+    )
 
 
 def test_classes_and_confused_pairs_are_counted():

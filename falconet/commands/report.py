@@ -1,0 +1,54 @@
+"""`falconet report`: write a page about one run, or about several side by side."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from falconet import writing
+from falconet.config.commands import ReportOptions
+from falconet.config.load import Loaded
+from falconet.errors import ConfigError, DataError, LinkError
+from falconet.report import plots, run_page
+from falconet.report.console import Screen
+from falconet.report.curves import csv_lines
+from falconet.report.run_files import REPORT, RESULTS, RunFiles, read_run
+
+
+def run(loaded: Loaded[ReportOptions]) -> int:
+    options, say = loaded.options.report, Screen().line
+    runs = _read(options.runs, say)
+    is_own = len(options.runs) == 1 and options.output is None
+    target = options.output or (options.runs[0] / REPORT if is_own else Path(REPORT))
+    try:
+        if options.output is not None:  # named by the user, so it may be a link
+            target.write_text(run_page.page(runs), encoding="utf-8")
+        else:
+            writing.replace(target.parent, target.name, run_page.page(runs))
+        if is_own:
+            writing.replace(target.parent, RESULTS, "".join(f"{line}\n" for line in csv_lines(runs[0])))
+        drawn = plots.save(runs, target.parent) if options.save_plots else []
+    except LinkError as error:
+        raise LinkError(error.path, "--output") from None
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {error.filename or target}: {error.strerror or error}") from error
+    for each in runs:
+        for problem in each.problems:
+            say(f"note: {problem}")
+    say(f"written to {target}" + (f" and {target.parent / RESULTS}" if is_own else ""))
+    if drawn:
+        say(f"{len(drawn)} plots written to {target.parent / plots.FOLDER}")
+    return 0
+
+
+def _read(folders: Sequence[Path], say: Callable[[str], None]) -> list[RunFiles]:
+    """Every run that can be read; of several, what is none is noted and left out."""
+    found = []
+    for folder in folders:
+        try:
+            found.append(read_run(folder))
+        except DataError as error:
+            if len(folders) == 1:
+                raise
+            say(f"left out: {error}")
+    if not found:
+        raise DataError("none of these is a run folder; expected those that `falconet train` makes")
+    return found

@@ -1,0 +1,354 @@
+"use strict";
+/* Draws the charts and matrices of a report and sorts its tables. The page is complete without it, as tables and text. */
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  let printing = false;
+
+  // Okabe and Ito's colours, which people with any colour vision tell apart; lighter ones on dark paper.
+  const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6f6f00", "#555555"];
+  const DARK = ["#56b4e9", "#ff8f3f", "#2cc295", "#e59ac4", "#f0b93a", "#9fd6ff", "#f0e442", "#c0c0c0"];
+  const isDark = () => dark.matches && !printing;
+  const colours = () => (isDark() ? DARK : LIGHT);
+  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const ink = () => (printing ? "#444444" : style("--soft"));
+  const grid = () => (printing ? "#cccccc" : style("--line"));
+
+  const short = (value) => {
+    if (value === null || value === undefined) return "–";
+    const size = Math.abs(value);
+    if (size >= 1e6) return value.toExponential(2);
+    if (size >= 1000) return Math.round(value).toLocaleString("en");
+    return size !== 0 && size < 1e-4 ? value.toExponential(2) : String(+value.toPrecision(4));
+  };
+
+  /* Charts. */
+
+  const several = data.charts.some((chart) => chart.curves.some((curve) => curve.run > 0));
+  const roles = ["validation", "training", "average"];
+  const drawn = new Map();
+  const logs = new Set();
+
+  const stroke = (curve) => {
+    const all = colours();
+    return several ? all[curve.run % all.length] : all[roles.indexOf(curve.role)];
+  };
+  const dashes = (curve) => (curve.role === "training" ? [5, 4] : curve.role === "average" ? [2, 2] : []);
+
+  const options = (chart, width) => {
+    const isLog = logs.has(chart.key);
+    const whole = () => [0, 100];
+    const padded = (_, low, high) => {
+      if (low === null) return [0, 1];
+      const [begin, end] = uPlot.rangeNum(chart.zero ? 0 : low, high, 0.1, true);
+      return chart.unit === "%" ? [Math.max(0, begin), Math.min(100, end)] : [chart.zero ? 0 : begin, end];
+    };
+    const axis = (label, extra) => ({
+      stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, label: label || undefined,
+      labelSize: label ? 18 : 0, labelFont: "11px system-ui", font: "11px system-ui", ...extra,
+    });
+    const values = (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick)));
+    const scales = { x: { time: false }, y: isLog ? { distr: 3 } : { range: padded } };
+    const epochs = chart.data[0], isLong = epochs[epochs.length - 1] - epochs[0] >= 3;
+    const incrs = isLong ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000, 10000] } : {};
+    const axes = [axis("", { values: (_, ticks) => ticks.map((tick) => short(tick)), ...incrs }), axis(chart.unit, { size: 58, values })];
+    if (chart.right) {
+      scales.y2 = { range: chart.share ? whole : padded };
+      axes.push(axis(chart.right, { scale: "y2", side: 1, size: 54, values, grid: { show: false } }));
+    }
+    return {
+      width, height: 250, scales, axes, cursor: { sync: { key: "falconet" }, focus: { prox: 24 }, points: { size: 6 } },
+      focus: { alpha: several ? 0.35 : 1 }, legend: { live: true, markers: { dash: (_, number) => (chart.curves[number - 1]?.role === "training" ? "dashed" : chart.curves[number - 1]?.role === "average" ? "dotted" : "solid") } },
+      series: [
+        { label: "epoch", value: (_, value) => short(value) },
+        ...chart.curves.map((curve) => ({
+          label: curve.label, scale: curve.right ? "y2" : "y", stroke: () => stroke(curve), width: 2, dash: dashes(curve),
+          spanGaps: true, value: (_, value) => short(value), points: { show: chart.data[0].length <= 40, size: 5 },
+        })),
+      ],
+    };
+  };
+
+  const draw = (chart) => {
+    const place = document.getElementById(`chart-${chart.key}`);
+    if (!place) return;
+    const old = drawn.get(chart.key);
+    if (old) old.destroy();
+    const made = new uPlot(options(chart, Math.max(200, place.clientWidth)), chart.data, place);
+    for (const row of made.root.querySelectorAll(".u-legend .u-series")) {
+      const name = row.querySelector("th");
+      name.tabIndex = 0;
+      name.setAttribute("role", "button");
+      name.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); name.click(); }
+      });
+    }
+    drawn.set(chart.key, made);
+  };
+  const drawAll = () => data.charts.forEach(draw);
+
+  for (const chart of data.charts) {
+    const place = document.getElementById(`chart-${chart.key}`);
+    if (!place) continue;
+    let at = -1;
+    place.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1, Home: -1e9, End: 1e9 }[event.key];
+      if (!step || event.target !== place) return;
+      event.preventDefault();
+      const made = drawn.get(chart.key), last = chart.data[0].length - 1;
+      at = Math.min(last, Math.max(0, at + step));
+      made.setCursor({ left: made.valToPos(chart.data[0][at], "x"), top: 10 });
+    });
+  }
+  for (const button of document.querySelectorAll("button.log")) {
+    button.addEventListener("click", () => {
+      const key = button.dataset.chart;
+      if (!logs.delete(key)) logs.add(key);
+      button.setAttribute("aria-pressed", String(logs.has(key)));
+      draw(data.charts.find((chart) => chart.key === key));
+    });
+  }
+
+  /* Confusion matrices: a row for each class, its cells by the share of its images; the diagonal is right. */
+
+  class Matrix {
+    constructor(place, content) {
+      this.place = place;
+      this.names = content.names;
+      this.count = content.names.length;
+      this.images = content.images;
+      this.rows = new Map();
+      for (let i = 0; i < content.cells.length; i += 3) {
+        const [label, predicted, images] = content.cells.slice(i, i + 3);
+        if (!this.rows.has(label)) this.rows.set(label, new Map());
+        this.rows.get(label).set(predicted, images);
+      }
+      this.canvas = document.createElement("canvas");
+      place.append(this.canvas);
+      this.output = place.parentElement.querySelector("output");
+      this.cursor = null;
+      this.reset();
+      this.listen();
+    }
+
+    reset() { this.span = this.count; this.left = 0; this.top = 0; }
+
+    margin(paint) {
+      if (this.span > 40) return 10;
+      paint.font = "11px system-ui";
+      const first = [Math.floor(this.top), Math.floor(this.left)];
+      const names = first.flatMap((at) => this.names.slice(at, at + Math.ceil(this.span) + 1));
+      const widest = Math.max(...names.map((name) => paint.measureText(name).width));
+      return Math.min(widest + 12, this.side * 0.28);
+    }
+
+    draw() {
+      const ratio = devicePixelRatio || 1;
+      this.side = this.place.clientWidth;
+      const edge = this.margin(this.canvas.getContext("2d"));
+      const full = Math.min(this.side - edge - 4, Math.max(240, 0.75 * innerHeight));
+      this.high = full + edge + 8;
+      this.place.style.height = `${this.high}px`;
+      this.canvas.width = this.side * ratio;
+      this.canvas.height = this.high * ratio;
+      const paint = this.canvas.getContext("2d");
+      paint.setTransform(ratio, 0, 0, ratio, 0, 0);
+      paint.clearRect(0, 0, this.side, this.high);
+      this.size = full / this.span;
+      this.edge = edge;
+      const least = Math.max(this.size, 1.6);  // a thousand classes: still a visible dot
+      const [right, wrong] = isDark() ? ["86,180,233", "255,143,63"] : ["0,114,178", "213,94,0"];
+      paint.fillStyle = printing ? "#f6f7f9" : style("--raised");
+      paint.fillRect(edge, 4, full, full);
+      paint.save();
+      paint.beginPath();
+      paint.rect(edge, 4, full, full);
+      paint.clip();
+      let marks = 0;
+      const first = Math.floor(this.top), last = Math.min(this.count, Math.ceil(this.top + this.span));
+      for (let label = first; label < last; label++) {
+        for (const [predicted, images] of this.rows.get(label) || []) {
+          if (predicted < this.left - 1 || predicted > this.left + this.span) continue;
+          const share = images / Math.max(1, this.images[label]);
+          paint.fillStyle = `rgba(${label === predicted ? right : wrong},${0.12 + 0.88 * Math.sqrt(share)})`;
+          const gap = this.size > 6 ? 1 : 0;
+          paint.fillRect(edge + (predicted - this.left) * this.size, 4 + (label - this.top) * this.size, least - gap, least - gap);
+          marks += 1;
+          if (this.size >= 26) {
+            paint.fillStyle = share > 0.35 ? (isDark() ? "#000000" : "#ffffff") : printing ? "#000000" : style("--ink");
+            paint.font = "11px system-ui";
+            paint.textAlign = "center";
+            paint.textBaseline = "middle";
+            paint.fillText(images.toLocaleString("en"), edge + (predicted - this.left + 0.5) * this.size, 4 + (label - this.top + 0.5) * this.size);
+          }
+        }
+      }
+      if (this.cursor) {
+        paint.strokeStyle = printing ? "#000000" : style("--ink");
+        paint.lineWidth = 2;
+        paint.strokeRect(edge + (this.cursor[1] - this.left) * this.size, 4 + (this.cursor[0] - this.top) * this.size, least, least);
+      }
+      paint.restore();
+      this.place.dataset.marks = String(marks);
+      if (this.size >= 9 && edge > 10) this.label(paint, edge, full);
+    }
+
+    label(paint, edge, full) {
+      paint.fillStyle = ink();
+      paint.font = "11px system-ui";
+      const fit = (name) => {
+        let text = name;
+        while (text.length > 1 && paint.measureText(text).width > edge - 10) text = `${text.slice(0, -2)}…`;
+        return text;
+      };
+      for (let at = 0; at < this.span; at++) {
+        const row = Math.floor(this.top) + at, column = Math.floor(this.left) + at;
+        paint.textAlign = "right";
+        paint.textBaseline = "middle";
+        if (row < this.count) paint.fillText(fit(this.names[row]), edge - 6, 4 + (row - this.top + 0.5) * this.size);
+        if (column < this.count) {
+          paint.save();
+          paint.translate(edge + (column - this.left + 0.5) * this.size, full + 10);
+          paint.rotate(-Math.PI / 2);
+          paint.fillText(fit(this.names[column]), 0, 0);
+          paint.restore();
+        }
+      }
+    }
+
+    at(event) {
+      const box = this.canvas.getBoundingClientRect();
+      const column = Math.floor(this.left + (event.clientX - box.left - this.edge) / this.size);
+      const row = Math.floor(this.top + (event.clientY - box.top - 4) / this.size);
+      if (row < 0 || column < 0 || row >= this.count || column >= this.count) return null;
+      if (this.size >= 4) return [row, column];
+      // Too small to point at: the largest cell near by.
+      let found = [row, column], most = -1;
+      const reach = Math.ceil(3 / this.size);
+      for (let label = row - reach; label <= row + reach; label++) {
+        for (const [predicted, images] of this.rows.get(label) || []) {
+          if (Math.abs(predicted - column) <= reach && images > most) { found = [label, predicted]; most = images; }
+        }
+      }
+      return found;
+    }
+
+    tell(cell) {
+      if (!cell) return;
+      this.cursor = cell;
+      const [label, predicted] = cell, of = this.images[label];
+      const images = (this.rows.get(label) || new Map()).get(predicted) || 0;
+      const share = of ? ` (${((100 * images) / of).toFixed(1)} %)` : "";
+      const verb = label === predicted ? "recognised" : `taken for ${this.names[predicted]}`;
+      this.output.textContent = `${this.names[label]} ${verb}: ${images.toLocaleString("en")} of ${of.toLocaleString("en")}${share}`;
+      this.draw();
+    }
+
+    zoom(factor, row, column) {
+      const span = Math.min(this.count, Math.max(Math.min(6, this.count), this.span * factor));
+      const [y, x] = [row ?? this.top + this.span / 2, column ?? this.left + this.span / 2];
+      this.top = y - ((y - this.top) * span) / this.span;
+      this.left = x - ((x - this.left) * span) / this.span;
+      this.span = span;
+      this.clamp();
+      this.draw();
+    }
+
+    clamp() {
+      const most = this.count - this.span;
+      this.top = Math.min(most, Math.max(0, this.top));
+      this.left = Math.min(most, Math.max(0, this.left));
+    }
+
+    listen() {
+      const place = this.place;
+      let grabbed = null;
+      place.addEventListener("pointerdown", (event) => { grabbed = [event.clientX, event.clientY, this.left, this.top]; });
+      place.addEventListener("pointermove", (event) => {
+        if (grabbed && event.buttons && this.span < this.count) {
+          this.left = grabbed[2] - (event.clientX - grabbed[0]) / this.size;
+          this.top = grabbed[3] - (event.clientY - grabbed[1]) / this.size;
+          this.clamp();
+          this.draw();
+        } else this.tell(this.at(event));
+      });
+      addEventListener("pointerup", () => { grabbed = null; });
+      place.addEventListener("dblclick", (event) => { const cell = this.at(event); if (cell) this.zoom(0.4, cell[0] + 0.5, cell[1] + 0.5); });
+      place.addEventListener("wheel", (event) => {
+        if (this.count <= 6) return;
+        const cell = this.at(event), out = event.deltaY > 0;
+        if (!cell || (out && this.span >= this.count)) return;  // let the page scroll
+        event.preventDefault();
+        this.zoom(out ? 1.25 : 0.8, cell[0] + 0.5, cell[1] + 0.5);
+      }, { passive: false });
+      place.addEventListener("keydown", (event) => {
+        const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+        if (move) {
+          const [row, column] = this.cursor || [Math.floor(this.top), Math.floor(this.left)];
+          const next = [row + move[0], column + move[1]].map((value) => Math.min(this.count - 1, Math.max(0, value)));
+          this.top = Math.min(next[0], Math.max(this.top, next[0] + 1 - this.span));
+          this.left = Math.min(next[1], Math.max(this.left, next[1] + 1 - this.span));
+          this.tell(next);
+        } else if (event.key === "+" || event.key === "=") this.zoom(0.6, ...(this.cursor || []));
+        else if (event.key === "-") this.zoom(1.6, ...(this.cursor || []));
+        else if (event.key === "0") { this.reset(); this.draw(); }
+        else return;
+        event.preventDefault();
+      });
+      for (const button of place.parentElement.querySelectorAll("[data-zoom]")) {
+        button.addEventListener("click", () => {
+          if (button.dataset.zoom === "all") { this.reset(); this.draw(); }
+          else this.zoom(button.dataset.zoom === "in" ? 0.5 : 2);
+        });
+      }
+    }
+  }
+
+  const matrices = [];
+  for (const [key, content] of Object.entries(data.matrices)) {
+    const place = document.getElementById(key);
+    if (place && content.names.length) matrices.push(new Matrix(place, content));
+  }
+  const drawMatrices = () => matrices.forEach((matrix) => { if (matrix.place.clientWidth) matrix.draw(); });
+
+  /* Tables. */
+
+  for (const table of document.querySelectorAll("table.sorts")) {
+    const heads = [...table.tHead.rows[0].cells];
+    heads.forEach((head, column) => {
+      head.querySelector("button")?.addEventListener("click", () => {
+        const numeric = head.classList.contains("number");
+        const now = head.getAttribute("aria-sort");
+        const ascending = now === "none" ? !numeric : now === "descending";
+        heads.forEach((other) => other.setAttribute("aria-sort", "none"));
+        head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
+        const key = (row) => row.cells[column].dataset.by ?? row.cells[column].textContent;
+        const compare = (a, b) => {
+          const [x, y] = [key(a), key(b)], byNumber = Number(x) - Number(y);
+          return Number.isNaN(byNumber) ? x.localeCompare(y, undefined, { numeric: true }) : byNumber;
+        };
+        const rows = [...table.tBodies[0].rows].sort((a, b) => (ascending ? compare(a, b) : compare(b, a)));
+        table.tBodies[0].append(...rows);
+      });
+    });
+  }
+
+  /* Sizes, colours and paper. */
+
+  drawAll();
+  drawMatrices();
+  let width = document.documentElement.clientWidth;
+  new ResizeObserver(() => {
+    if (document.documentElement.clientWidth === width) return;
+    width = document.documentElement.clientWidth;
+    for (const [key, made] of drawn) {
+      made.setSize({ width: Math.max(200, document.getElementById(`chart-${key}`).clientWidth), height: 250 });
+    }
+    drawMatrices();
+  }).observe(document.documentElement);
+  for (const each of document.querySelectorAll("details")) each.addEventListener("toggle", drawMatrices);
+  dark.addEventListener("change", () => { drawAll(); drawMatrices(); });
+  addEventListener("beforeprint", () => { printing = true; drawAll(); drawMatrices(); });
+  addEventListener("afterprint", () => { printing = false; drawAll(); drawMatrices(); });
+  document.documentElement.dataset.ready = "true";
+})();

@@ -1,0 +1,146 @@
+"""Parts of a page: escaped text, tables that sort, pictures, and a reliability diagram."""
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from falconet.errors import printable
+from falconet.report.console import counted
+from falconet.report.run_files import Bin, Example, Picture
+
+
+def inert(value: object) -> str:
+    """Any text as HTML text, also within an attribute; characters that would turn its direction around are shown."""
+    whole = str(value).encode("utf-8", "backslashreplace").decode()
+    return html.escape(printable(whole), quote=True)
+
+
+class Cell(NamedTuple):
+    """A cell of a table: what is shown, and what it is sorted by if that is another value."""
+
+    shown: str
+    by: float | None = None
+    bar: float | None = None  # percent of a bar behind it
+    is_mono: bool = False
+
+
+class Column(NamedTuple):
+    """The head of a column."""
+
+    name: str
+    is_number: bool = False
+
+
+def table(
+    caption: str, columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, sorts: bool = True, tall: bool = False
+) -> str:
+    """A table; `sorts`: by a click on its heads. `tall`: it scrolls within a limited height."""
+    heads = "".join(_head(column, sorts=sorts) for column in columns)
+    body = "".join(f"<tr>{_cells(row, columns)}</tr>" for row in rows)
+    kind = ' class="sorts"' if sorts else ""
+    return (
+        f'<div class="scrolls{" tall" if tall else ""}" role="region" tabindex="0" aria-label="{inert(caption)}">'
+        f'<table{kind}><caption class="hidden">{inert(caption)}</caption><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _head(column: Column, *, sorts: bool) -> str:
+    kind = ' class="number"' if column.is_number else ""
+    if not sorts or not column.name:
+        return f'<th scope="col"{kind}>{inert(column.name)}</th>'
+    return f'<th scope="col"{kind} aria-sort="none"><button type="button">{inert(column.name)}</button></th>'
+
+
+def _cells(row: Sequence[Cell], columns: Sequence[Column]) -> str:
+    found = []
+    for cell, column in zip(row, columns, strict=True):
+        kinds = [*(["number"] if column.is_number else []), *(["mono"] if cell.is_mono else [])]
+        kind = f' class="{" ".join(kinds)}"' if kinds else ""
+        by = "" if cell.by is None else f' data-by="{cell.by:.9g}"'
+        bar = "" if cell.bar is None else f'<i class="bar" style="width:{min(100.0, max(0.0, cell.bar)):.1f}%"></i>'
+        found.append(f"<td{kind}{by}>{bar}<span>{inert(cell.shown)}</span></td>")
+    return "".join(found)
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """A list of names and values."""
+    rows = "".join(f"<div><dt>{inert(name)}</dt><dd>{inert(value)}</dd></div>" for name, value in pairs)
+    return f'<dl class="facts">{rows}</dl>'
+
+
+def details(summary: str, body: str, *, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{inert(summary)}</summary>{body}</details>"
+
+
+def image(picture: Picture | None, words: str) -> str:
+    if picture is None:
+        return f'<span class="missing">{inert(words)}</span>'
+    kind = ' class="pixels"' if picture.kind == "png" else ""
+    return f'<img{kind} decoding="async" alt="{inert(words)}" src="data:image/{picture.kind};base64,{picture.data}">'
+
+
+def examples(found: Sequence[Example], *, is_wrong: bool) -> str:
+    """Pictures of validation images, with what they are, what they were taken for, and where they are."""
+    tiles = []
+    for each in found:
+        sure = f"{100 * each.probability:.1f} %"
+        words = f"{each.label}, taken for {each.predicted}" if is_wrong else each.label
+        answer = f'<b class="wrong">{inert(each.predicted)}</b>' if is_wrong else f"<b>{inert(each.predicted)}</b>"
+        truth = f'<span class="truth">is {inert(each.label)}</span>' if is_wrong else ""
+        tiles.append(
+            f"<figure>{image(each.picture, words)}<figcaption>{answer} <span>{sure}</span>{truth}"
+            f'<code title="{inert(each.path)}">{inert(_end_of(each.path))}</code></figcaption></figure>'
+        )
+    return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _end_of(path: str) -> str:
+    """The last two parts, which name the class and the file in most folders; the whole path is its title."""
+    return "/".join(path.split("/")[-2:])
+
+
+def tiles(pictures: Sequence[tuple[str, Picture]]) -> str:
+    found = (
+        f"<figure>{image(each, label)}<figcaption>{inert(label)}</figcaption></figure>" for label, each in pictures
+    )
+    return f'<div class="tiles small">{"".join(found)}</div>'
+
+
+WIDTH, HEIGHT, LEFT, BELOW = 340, 300, 40, 36  # of the diagram, and its margins
+
+
+def reliability(bins: Sequence[Bin], *, error: float | None) -> str:
+    """A diagram of how often answers are right at each confidence; a perfect model's bars end on the diagonal."""
+    wide, high = WIDTH - LEFT - 14, HEIGHT - BELOW - 8
+    most = max((each.images for each in bins), default=0) or 1
+    marks = []
+    for each in bins:
+        if each.accuracy is None or each.confidence is None:
+            continue
+        x, width = LEFT + each.low * wide, (each.high - each.low) * wide
+        tall = high * min(100.0, max(0.0, each.accuracy)) / 100
+        title = (
+            f"{100 * each.low:.0f} to {100 * each.high:.0f} % sure: {counted(each.images, 'image')},"
+            f" {each.accuracy:.1f} % right"
+        )
+        share = max(0.25, (each.images / most) ** 0.5)  # faint where there are few images
+        marks.append(
+            f'<rect class="bin" x="{x + 0.5:.1f}" y="{8 + high - tall:.1f}" width="{width - 1:.1f}" height="{tall:.1f}"'
+            f' fill-opacity="{share:.2f}"><title>{inert(title)}</title></rect>'
+        )
+    ticks = []
+    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = 8 + high * (1 - part)
+        ticks += [
+            f'<text x="{LEFT - 6}" y="{y + 4:.0f}" text-anchor="end">{100 * part:.0f}</text>',
+            f'<line class="grid" x1="{LEFT}" x2="{LEFT + wide}" y1="{y:.1f}" y2="{y:.1f}"/>',
+            f'<text x="{LEFT + wide * part:.0f}" y="{HEIGHT - 22}" text-anchor="middle">{100 * part:.0f}</text>',
+        ]
+    words = "Reliability diagram" + ("" if error is None else f", calibration error {error:.2f} %")
+    return (
+        f'<svg class="reliability" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{inert(words)}">'
+        f'{"".join((*ticks, *marks))}<line class="perfect" x1="{LEFT}" y1="{8 + high}" x2="{LEFT + wide}" y2="8"/>'
+        f'<text x="{LEFT + wide / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">sure, %</text>'
+        f'<text transform="translate(11 {8 + high / 2:.0f}) rotate(-90)" text-anchor="middle">right, %</text></svg>'
+    )

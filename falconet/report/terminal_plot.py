@@ -1,0 +1,72 @@
+"""Loss and accuracy of a run as a small plot of characters, side by side in 80 columns."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from falconet.report.curves import Points, short
+from falconet.report.epochs import in_short
+from falconet.report.run_files import RunFiles
+
+WIDTH, HEIGHT = 30, 6  # characters of one plot, each 2 x 4 dots
+GAP, MARGIN = 3, 7  # columns between the plots, and for their scales
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a Braille character, by row and column
+BLANK = 0x2800
+
+
+def lines(run: RunFiles) -> list[str]:
+    """The plots; none if there are fewer than two epochs to draw."""
+    trained = "train/accuracy" if run.metric == "accuracy" else "train/exact"
+    losses = [run.series("validation/loss"), run.series("train/loss")]
+    scores = [run.series(f"validation/{run.metric}"), run.series(trained)]
+    if max(map(len, losses), default=0) < 2:
+        return []
+    is_log = all(value > 0 for points in losses for _, value in points)
+    left = _plot("loss (log scale)" if is_log else "loss", losses, is_log=is_log)
+    right = _plot(f"{run.metric}, %", scores, is_log=False) if any(scores) else []
+    rows = [f"{a:{MARGIN + WIDTH}}{' ' * GAP}{b}".rstrip() for a, b in zip(left, right, strict=True)] if right else left
+    validated = any(losses[0]) or any(scores[0])
+    return ["", *rows, *([" " * MARGIN + "solid: validation, dotted: training"] if validated else [])]
+
+
+def _plot(title: str, curves: Sequence[Points], *, is_log: bool) -> list[str]:
+    """A title, the rows of a plot beside its scale, and the first and the last epoch below."""
+
+    def height(value: float) -> float:
+        return math.log(value) if is_log else value
+
+    points = [point for curve in curves for point in curve]
+    first, last = min(epoch for epoch, _ in points), max(epoch for epoch, _ in points)
+    low, high = min(height(value) for _, value in points), max(height(value) for _, value in points)
+    dots = [[0] * WIDTH for _ in range(HEIGHT)]
+
+    def place(epoch: float, value: float) -> tuple[int, int]:
+        x = (epoch - first) / ((last - first) or 1) * (2 * WIDTH - 1)
+        y = (high - height(value)) / ((high - low) or 1) * (4 * HEIGHT - 1)
+        return round(x), round(y)
+
+    for number, curve in enumerate(curves):
+        for x, y in _line([place(*point) for point in curve]):
+            if number == 0 or x % 3 == 0:  # the second curve is dotted, so that no colour is needed
+                dots[y // 4][x // 2] |= DOTS[y % 4][x % 2]
+    ends = {0: max(value for _, value in points), HEIGHT - 1: min(value for _, value in points)}
+    rows = []
+    for row, marks in enumerate(dots):
+        scale = _brief(ends[row]) if row in ends else ""
+        rows.append(f"{scale:>{MARGIN - 1}} " + "".join(chr(BLANK + dot) if dot else " " for dot in marks))
+    begin, end = in_short(first), f"epoch {in_short(last)}"
+    return [f"{'':{MARGIN}}{title}", *rows, f"{'':{MARGIN}}{begin}{end:>{WIDTH - len(begin)}}"]
+
+
+def _brief(value: float) -> str:
+    """A number in six characters, if it can be: 0.0068 where 0.006819 does not fit."""
+    return short(value) if len(short(value)) < MARGIN else f"{value:.2g}"
+
+
+def _line(corners: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Every dot of a line through the corners."""
+    found = list(corners[:1])
+    for (x0, y0), (x1, y1) in itertools.pairwise(corners):
+        steps = max(abs(x1 - x0), abs(y1 - y0), 1)
+        found += [(round(x0 + (x1 - x0) * k / steps), round(y0 + (y1 - y0) * k / steps)) for k in range(1, steps + 1)]
+    return found

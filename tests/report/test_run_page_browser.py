@@ -1,0 +1,202 @@
+"""The report in headless Chromium: charts and matrix drawn, tables sorted, dark, narrow, printed, and attacks inert."""
+
+import json
+import random
+
+import pytest
+from playwright.sync_api import expect
+
+import browsing
+from falconet.report import run_page
+from falconet.report.run_files import read_run
+from report_runs import answers, write_run
+from served import LIMIT
+
+pytestmark = pytest.mark.dist
+
+ATTACK = "<img src=x onerror=\"document.title='attacked'\"><script>document.title='attacked'</script>'\"></script>"
+PAINTED = """element => {
+    const canvas = element.querySelector("canvas"), paint = canvas.getContext("2d");
+    const pixels = paint.getImageData(0, 0, canvas.width, canvas.height).data, found = {};
+    for (let at = 0; at < pixels.length; at += 4) {
+        if (pixels[at + 3] < 200) continue;
+        const colour = `${pixels[at]},${pixels[at + 1]},${pixels[at + 2]}`;
+        found[colour] = (found[colour] || 0) + 1;
+    }
+    return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with browsing.chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens the page of runs; at the end nothing may have failed in it, or been fetched."""
+    contexts, wrong, fetched = [], [], []
+
+    def opened(*folders, width=1200, **options):
+        target = folders[0].parent / "page.html"
+        target.write_text(run_page.page([read_run(folder) for folder in folders]))
+        context = browser.new_context(viewport={"width": width, "height": 800}, **options)
+        context.set_default_timeout(1000 * LIMIT)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("request", lambda request: fetched.append(request.url.split(":")[0]))
+        page.goto(target.as_uri())
+        page.wait_for_selector("html[data-ready=true]")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert wrong == []
+    assert set(fetched) <= {"file", "data"}
+
+
+def colours(page, selector):
+    return set(page.locator(selector).evaluate(PAINTED))
+
+
+def test_every_chart_and_the_matrix_are_drawn(visit, tmp_path):
+    page = visit(write_run(tmp_path / "run", epochs=6))
+    for key in ("loss", "accuracy"):
+        assert {"0,114,178", "213,94,0"} <= colours(page, f"#chart-{key}")  # validation and training
+    for key in ("lr", "throughput", "memory"):
+        assert "0,114,178" in colours(page, f"#chart-{key}")
+    assert page.locator("#r0-matrix").get_attribute("data-marks") == "4"
+    assert "0,114,178" in colours(page, "#r0-matrix")
+    assert page.locator(".reliability .bin").count() == 2
+    assert all(page.locator("img").evaluate_all("all => all.map((each) => each.naturalWidth > 0)"))
+
+
+def test_a_scale_becomes_logarithmic_and_back(visit, tmp_path):
+    page = visit(write_run(tmp_path / "run"))
+    button = page.get_by_role("button", name="log scale")
+    button.press("Enter")
+    assert button.get_attribute("aria-pressed") == "true"
+    assert "0,114,178" in colours(page, "#chart-loss")
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false"
+
+
+def column(page, table, number):
+    cells = page.get_by_role("region", name=table).locator(f"tbody tr td:nth-child({number})")
+    return cells.all_inner_texts()
+
+
+def test_tables_sort_by_click_and_by_keyboard(visit, tmp_path):
+    page = visit(write_run(tmp_path / "run", names=("b10", "b9", "a")))
+    name = "Accuracy by class"
+    assert column(page, name, 1) == ["b10", "a", "b9"]  # the worst first
+    head = page.get_by_role("region", name=name).get_by_role("button", name="class")
+    head.click()
+    assert column(page, name, 1) == ["a", "b9", "b10"]
+    head.press("Enter")
+    assert column(page, name, 1) == ["b10", "b9", "a"]
+    page.get_by_role("region", name=name).get_by_role("button", name="right").press(" ")
+    assert column(page, name, 3) == ["10", "10", "9"]
+    sorted_by = (
+        page.get_by_role("region", name=name)
+        .locator("th")
+        .evaluate_all("all => all.map((each) => each.getAttribute('aria-sort'))")
+    )
+    assert sorted_by == ["none", "none", "descending", "none"]
+
+
+def test_the_matrix_names_the_cell_under_the_pointer_and_zooms_by_keys(visit, tmp_path):
+    page = visit(write_run(tmp_path / "run", names=[f"class {number}" for number in range(30)]))
+    matrix, told = page.locator("#r0-matrix"), page.locator(".matrix output")
+    matrix.focus()
+    page.keyboard.press("ArrowRight")
+    assert told.inner_text() == "class 0 taken for class 1: 1 of 10 (10.0 %)"
+    page.keyboard.press("ArrowDown")
+    assert told.inner_text() == "class 1 recognised: 10 of 10 (100.0 %)"
+    assert matrix.get_attribute("data-marks") == "31"
+    for _ in range(4):
+        page.keyboard.press("+")
+    assert int(matrix.get_attribute("data-marks")) < 12
+    page.get_by_role("button", name="all", exact=True).click()
+    assert matrix.get_attribute("data-marks") == "31"
+    matrix.hover(position={"x": matrix.bounding_box()["width"] - 8, "y": 8})
+    expect(told).to_have_text("class 0 taken for class 29: 0 of 10 (0.0 %)")
+
+
+def test_a_matrix_of_a_thousand_classes_is_drawn(visit, tmp_path):
+    folder, draw = write_run(tmp_path / "run"), random.Random(0)
+    content = answers([f"n{number:08d}" for number in range(1000)], images=50)
+    wrong = {(draw.randrange(1000), draw.randrange(1000)) for _ in range(12_000)}
+    content["confusion"]["cells"] = [
+        *([each, each, 38] for each in range(1000)),
+        *([a, b, 1] for a, b in wrong if a != b),
+    ]
+    (folder / "report/answers.json").write_text(json.dumps(content))
+    page = visit(folder)
+    assert int(page.locator("#r0-matrix").get_attribute("data-marks")) > 10_000
+    page.locator("#r0-matrix").hover(position={"x": 200, "y": 100})
+    expect(page.locator(".matrix output")).to_contain_text(" of 50 (")
+
+
+@pytest.mark.parametrize("width", [360, 768, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_the_screen_in_any_colours(visit, tmp_path, width, scheme):
+    names = ("a-class-with-a-very-long-name-that-has-no-blank", "b", "c")
+    page = visit(write_run(tmp_path / "run", names=names), width=width, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
+    assert {"light": "0,114,178", "dark": "86,180,233"}[scheme] in colours(page, "#chart-loss")
+
+
+def test_it_prints_in_light_colours(visit, tmp_path):
+    page = visit(write_run(tmp_path / "run"), color_scheme="dark")
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert "0,114,178" in colours(page, "#chart-loss")
+    assert not page.locator("nav").is_visible()
+    assert page.pdf().startswith(b"%PDF")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert "86,180,233" in colours(page, "#chart-loss")
+
+
+def test_several_runs_have_a_colour_each(visit, tmp_path):
+    first, second = write_run(tmp_path / "a", epochs=4), write_run(tmp_path / "b", epochs=7)
+    lines = [json.loads(line) for line in (second / "metrics.jsonl").read_text().splitlines()]
+    faster = [json.dumps(line | ({"train/lr": 0.2} if "train/lr" in line else {})) for line in lines]
+    (second / "metrics.jsonl").write_text("\n".join(faster) + "\n")
+    page = visit(first, second)
+    assert {"0,114,178", "213,94,0"} <= colours(page, "#chart-lr")
+    page.locator(".run > details > summary").last.click()
+    expect(page.locator("#r1-matrix")).to_have_attribute("data-marks", "4")  # drawn when it is opened
+
+
+def test_what_a_hostile_run_states_stays_text(visit, tmp_path):
+    folder = write_run(tmp_path / "run", names=(ATTACK, f"{ATTACK}2"), options=[("lr", ATTACK, ATTACK)])
+    (folder / "plan.txt").write_text(ATTACK)
+    (folder / "report/environment.json").write_text(json.dumps({ATTACK: ATTACK, "device": ATTACK}))
+    page = visit(folder)
+    assert page.title() == "run - Falconet"
+    assert page.locator("script").count() == 3
+    assert page.locator("[onerror]").count() == 0
+    assert ATTACK in page.locator("pre.plan").inner_text()
+    page.locator("#r0-matrix").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".matrix output").inner_text().startswith(ATTACK)
+    assert page.title() == "run - Falconet"
+
+
+def test_every_figure_has_a_name_for_those_who_cannot_see_it(visit, tmp_path):
+    page = visit(write_run(tmp_path / "run"))
+    for place in page.locator("[role=img]").all():
+        assert len(place.get_attribute("aria-label")) > 15
+    for picture in page.locator("img").all():
+        assert picture.get_attribute("alt")
+    assert page.locator("html").get_attribute("lang") == "en"
+    loss = page.locator("#chart-loss").get_attribute("aria-label")
+    assert "0.6667 after epoch 3" in loss
