@@ -2,7 +2,7 @@
 
 import os
 import shutil
-import subprocess
+import sys
 import threading
 import time
 
@@ -204,8 +204,10 @@ ENDS = {
 @pytest.mark.parametrize("said", ENDS)
 def test_an_export_that_fails_is_one_line(said, tmp_path, monkeypatch):
     code, reason = ENDS[said]
-    run = lambda *_, **__: subprocess.CompletedProcess([], code, stdout="input: images\n" if said else "", stderr=said)  # noqa: E731
-    monkeypatch.setattr(conversion.subprocess, "run", run)
+    end = f"sys.exit({code})" if code > 0 else f"os.kill(os.getpid(), {-code})"
+    script = f"import os, sys; sys.stdout.write({'input: images' if said else ''!r}); sys.stderr.write({said!r}); {end}"
+    finished = conversion._finished
+    monkeypatch.setattr(conversion, "_finished", lambda _: finished([sys.executable, "-c", script]))
     server = Server(SMALL, tmp_path)
     engine = server.start()
     assert engine.name.startswith("torch")
