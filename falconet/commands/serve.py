@@ -10,6 +10,7 @@ import threading
 import time
 
 from falconet import exits
+from falconet.bench.execution import terminated_as_interrupted
 from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
@@ -53,7 +54,8 @@ def run(loaded: Loaded[ServeOptions]) -> int:
             held.enter_context(reserved)
         following = held.enter_context(telemetry.from_options(options.telemetry, metrics, screen.line))
         memory = Memory(max(MEMORY, 4 * (serving.max_body << 20)))
-        repository = _repository(loaded, memory, metrics, screen.line)
+        with terminated_as_interrupted():  # a conversion must not outlive this process
+            repository = _repository(loaded, memory, metrics, screen.line)
         front = FrontEnd(
             repository,
             memory=memory,

@@ -285,6 +285,19 @@ def test_a_stop_during_a_conversion_does_not_wait_for_it(falconet, tmp_path):
     assert list((cache / "engines").iterdir()) == []
 
 
+def test_a_stop_during_the_first_conversion_leaves_no_process(falconet, tmp_path):
+    line = f"serve --model resnet8-cifar --image-size 16 --model-cache-path {tmp_path / 'cache'} {SERVER}"
+    argv = [sys.executable, "-m", "falconet", *line.split()]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not process.stdout.readline().startswith("converting "):
+            assert process.poll() is None
+        until(exports)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT) == 130
+        assert "Traceback" not in process.stderr.read()
+    assert exports() == []
+
+
 def test_a_client_that_leaves_while_a_model_is_loaded_does_not_end_the_loading(falconet):
     assert falconet(f"train {TINY} --epoch 1 --run-dir runs/birds").code == 0
     with served(f"--repository runs {TORCH}") as (process, port, _):
