@@ -252,10 +252,10 @@ def _require(classifier: Classifier, kind: Kind) -> None:
         )
     if classifier.regime.compute != torch.float32:
         name = classifier.regime.name
-        raise ConversionError(f"starts from fp32, and the precision is {name}; expected --precision 32.32 as well")
+        raise ConversionError(f"computes in fp32, and the precision is {name}; --precision 32.32 allows it")
     if classifier.tta != "none":
         found = views.describe(classifier.tta)
-        raise ConversionError(f"computes one view, and the scores are the mean of {found}; expected --tta none as well")
+        raise ConversionError(f"computes one view, and the scores are the mean of {found}; --tta none allows it")
     if package := missing(kind):
         extra = "openvino" if kind == "openvino" else "'falconet[serve]'"
         raise ConversionError(f"needs {package}, which is not installed: pip install {extra}")

@@ -165,10 +165,15 @@ def _notes(problems: Sequence[str]) -> str:
 
 
 def best_of(run: RunFiles) -> tuple[float, float] | None:
-    """The best validation: percent, and its epoch; the moving average's if that is better."""
-    points = [*run.series(f"validation/{run.metric}"), *run.series(f"validation_ema/{run.metric}")]
-    best = max(points, key=lambda point: (point[1], -point[0]), default=None)
-    return (best[1], best[0]) if best else None
+    """The best validation: percent, and its epoch; of equal ones that of the lowest loss, as checkpoints are chosen."""
+    points = [
+        (each.metrics[f"{kind}/{run.metric}"], -each.metrics.get(f"{kind}/loss", math.inf), -each.epoch)
+        for each in run.moments
+        for kind in ("validation", "validation_ema")  # the moving average's weights
+        if f"{kind}/{run.metric}" in each.metrics
+    ]
+    percent, _, epoch = max(points, default=(0.0, 0.0, 0.0))
+    return (percent, -epoch) if points else None
 
 
 def results_of(run: RunFiles) -> dict[str, str]:

@@ -187,10 +187,10 @@ def no_conversion(monkeypatch):
 
 
 REASONS = {
-    "--precision bf16.32": "starts from fp32, and the precision is bf16.32; expected --precision 32.32 as well",
-    "--precision 16.32": "starts from fp32, and the precision is 16.32; expected --precision 32.32 as well",
-    "--tta flip": "computes one view, and the scores are the mean of 2 views, the image and its mirror image; expected"
-    " --tta none as well",
+    "--precision bf16.32": "computes in fp32, and the precision is bf16.32; --precision 32.32 allows it",
+    "--precision 16.32": "computes in fp32, and the precision is 16.32; --precision 32.32 allows it",
+    "--tta flip": "computes one view, and the scores are the mean of 2 views, the image and its mirror image;"
+    " --tta none allows it",
 }
 
 

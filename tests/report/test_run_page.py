@@ -29,6 +29,15 @@ def test_the_headline_has_the_best_accuracy_and_the_speed(tmp_path):
     assert found["calibration error"] == "4.50 %"
 
 
+def test_of_equally_accurate_epochs_the_headline_has_that_of_the_lowest_loss(tmp_path):
+    """As the best checkpoint is chosen; the loss falls in every epoch."""
+    folder = write_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    equal = [row | ({"validation/accuracy": 90.0} if "validation/accuracy" in row else {}) for row in rows]
+    (folder / "metrics.jsonl").write_text(lines(equal))
+    assert results_of(read_run(folder))["reached after"] == "epoch 3"
+
+
 def test_a_page_shows_every_section(tmp_path):
     html = page([read_run(write_run(tmp_path / "run", options=[("lr", "0.2", "command line")]))])
     for words in (
