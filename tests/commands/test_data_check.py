@@ -103,7 +103,7 @@ def test_training_and_what_follows_leave_out_what_the_check_listed(falconet, odd
     Path("broken.txt").unlink()
     gone = falconet("restore r --epoch 2 --run-dir third")
     assert (gone.code, "--exclude-list: broken.txt: no such file; expected" in gone.err) == (2, True)
-    assert gone.err.count("\n") == 1
+    assert gone.err.count("falconet restore: ") == 1
     elsewhere = odd_photos.build(Path("elsewhere"))
     (elsewhere / "val/dog/cut.jpg").unlink()
     assert falconet("validate r elsewhere").code == 0

@@ -22,7 +22,7 @@ from falconet.infer.predictor import Predictor
 from falconet.models import fusion, zoo
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.collectives import Processes
-from falconet.serve import app
+from falconet.serve import app, connections
 from falconet.serve.batching import _failure
 from falconet.train import build, defaults, evaluate, memory, processes, step
 from layouts import class_folders
@@ -467,7 +467,9 @@ def test_running_out_of_memory_with_a_checkpoint_is_one_line(falconet, monkeypat
 
 def test_a_server_that_does_not_fit_says_so_when_it_starts(falconet, monkeypatch):
     monkeypatch.setattr(Predictor, "lanes", failing(CUDA))
-    answer = falconet("serve --model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu")
+    answer = falconet(
+        "serve --model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu --engine torch"
+    )
     assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
     assert answer.err.startswith("falconet serve: out of memory on the device (tried to allocate 2.50 GiB)")
 
@@ -481,11 +483,11 @@ def test_a_server_logs_a_shortage_in_one_line_and_a_fault_with_its_traceback(err
 
     written = io.StringIO()
     logged = logging.StreamHandler(written)
-    app.LOG.addHandler(logged)
+    connections.LOG.addHandler(logged)
     try:
         answer = asyncio.run(app._in_one_line(SimpleNamespace(), handler))
     finally:
-        app.LOG.removeHandler(logged)
+        connections.LOG.removeHandler(logged)
     assert answer.status == 500
     assert (written.getvalue().count("\n") == 1) == (lines == 1)
     assert ("Traceback" in written.getvalue()) == (lines > 1)
