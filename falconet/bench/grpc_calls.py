@@ -50,8 +50,8 @@ class Model:
         """What GET /v2/models/NAME answers over HTTP, as far as a load test reads it."""
         answer = list(fields(self._call("ModelMetadata", field(1, self._name.encode()), seconds=seconds)))
         return {
-            name: [_tensor(value) for number, value in answer if number == wanted]
-            for name, wanted in (("inputs", 4), ("outputs", 5))
+            name: [_tensor(value) for number, value in answer if number == field]
+            for name, field in (("inputs", 4), ("outputs", 5))
         }
 
     def statistics(self, *, seconds: float) -> dict[str, Any]:

@@ -89,9 +89,9 @@ def open_engine(
         _require(classifier, kind)
         if int8 and classifier.checkpoint is None:
             raise ConversionError("needs the images of a run, to measure ranges on")
-        wanted = Conversion(kind, int8, options.model, line)
+        conversion = Conversion(kind, int8, options.model, line)
         cache = cache_folder(options.machine.model_cache_path)
-        return _said(_converted_engine(classifier, wanted, cache, say, max_batch=max_batch), say)
+        return _said(_converted_engine(classifier, conversion, cache, say, max_batch=max_batch), say)
     except ConversionError as error:
         if asked == "auto" and not int8:
             say(f"note: torch computes, because ONNX Runtime {error}")
@@ -226,7 +226,7 @@ def missing_runtime(kind: Kind) -> str | None:
 
 
 def _converted_engine(
-    classifier: Classifier, wanted: Conversion, cache: Path | None, say: Say, *, max_batch: int
+    classifier: Classifier, conversion: Conversion, cache: Path | None, say: Say, *, max_batch: int
 ) -> Engine:
     predictor = Predictor(classifier, max_batch=max_batch)
 
@@ -234,13 +234,13 @@ def _converted_engine(
         return [predictor.logits(torch.from_numpy(portion)).numpy() for portion in portions]
 
     def opened() -> Engine:
-        found = converted(classifier, wanted, cache, say)
+        found = converted(classifier, conversion, cache, say)
         return exported_engine(found, max_batch=max_batch, reference=reference)
 
     try:
         return opened()
     except UnequalError:  # a file of the cache that is another model's
-        forget(classifier, wanted, cache)
+        forget(classifier, conversion, cache)
         return opened()
 
 

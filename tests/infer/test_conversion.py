@@ -30,15 +30,15 @@ class Server:
         self.line = read_line(ServeOptions, [*line.split(), "--model-cache-path", str(cache)])
         self.classifier, self.options = open_served(self.line, self.notes.append)
         self.notes.clear()
-        self.wanted = Conversion("onnx", False, self.options.model, self.line)
+        self.conversion = Conversion("onnx", False, self.options.model, self.line)
         self.cache = cache_folder(cache)
-        self.entry = self.cache / self.wanted.key(self.classifier)
+        self.entry = self.cache / self.conversion.key(self.classifier)
 
     def start(self):
         return open_engine(self.classifier, self.options, self.line, self.notes.append, max_batch=4)
 
     def convert(self):
-        return converted(self.classifier, self.wanted, self.cache, self.notes.append)
+        return converted(self.classifier, self.conversion, self.cache, self.notes.append)
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +126,8 @@ def test_another_model_has_another_key(server, tmp_path):
     }
     assert len(keys) == 3
     assert server.entry.name in keys
-    int8, openvino = (server.wanted._replace(**change) for change in ({"int8": True}, {"kind": "openvino"}))
-    assert len({each.key(server.classifier) for each in (server.wanted, int8, openvino)}) == 3
+    int8, openvino = (server.conversion._replace(**change) for change in ({"int8": True}, {"kind": "openvino"}))
+    assert len({each.key(server.classifier) for each in (server.conversion, int8, openvino)}) == 3
 
 
 def test_servers_that_start_together_convert_once(server, monkeypatch):
@@ -272,7 +272,7 @@ def test_a_run_whose_images_show_nothing_is_not_served_in_int8(tmp_path):
 def test_the_checkpoint_that_is_served_is_converted(run, tmp_path):
     """Not the one that a run in progress has by then."""
     server = Server(f"{run} --threads 1 --device cpu", tmp_path)
-    argv = server.wanted.argv(server.classifier, tmp_path / "output", tmp_path / "photos")
+    argv = server.conversion.argv(server.classifier, tmp_path / "output", tmp_path / "photos")
     assert f"--checkpoint-input-path={server.classifier.checkpoint}" in argv
     assert str(run) not in argv
     assert f"--output={tmp_path / 'output'}" in argv
