@@ -82,7 +82,7 @@ clean:
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[serve]'
 	touch $@
 
 .venv/installed-for-tests: pyproject.toml constraints.txt
