@@ -4,12 +4,13 @@
     python bench/from_files.py FOLDER --models resnet50:512 mobilenet-v3-large:512 --kinds files-cpu marked-cuda
     python bench/from_files.py FOLDER --device cpu --images 256 --models resnet18:16 --options="--image-size 64"
 
-Each measurement is `falconet train` with a model and its micro-batch, from files, from files with restart markers, or
-from shards that `falconet data pack` made of them, decoded by --decode-device cpu or cuda. The kinds take turns
-in one process per model, so that a change in the machine's speed affects all of them. The photos are linked repeatedly
-until there are --images, and come from the page cache. The first quarter of the updates is warm-up and not counted; it
-must be longer than what is read ahead, which takes up to 7,000 images. A run that fails is reported and left out; the
-exit code is 1 then. The table at the end has the runs of this call only; --output keeps each with its options.
+Each measurement is `falconet train` with a model and its micro-batch, from files, from files with restart markers,
+from files as `falconet data pack --resize 320` stores them, or from shards that `falconet data pack` made of them,
+decoded by --decode-device cpu or cuda. The kinds take turns in one process per model, so that a change in the machine's
+speed affects all of them. The photos are linked repeatedly until there are --images, and come from the page cache. The
+first quarter of the updates is warm-up and not counted; it must be longer than what is read ahead, which takes up to
+7,000 images. A run that fails is reported and left out; the exit code is 1 then. The table at the end has the runs of
+this call only; --output keeps each with its options.
 """
 
 import argparse
@@ -19,10 +20,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
+from falconet.data import native
+from falconet.data.packing import Recipe, prepared
 from runs import falconet, train
 
 ENDINGS = {".jpg", ".jpeg"}
@@ -30,7 +35,8 @@ CLASSES = 1000
 OPTIONS = "--image-size 224 --precision 16.16 --loss-scaling 128"
 SYNTHETIC = "synthetic"
 LIBRARIES = ("falconet", "torch", "torchvision")
-KINDS = [f"{stored}-{decoded}" for stored, decoded in product(("files", "marked", "shards"), ("cpu", "cuda"))]
+RECIPES = {"marked": Recipe(), "resized": Recipe(resize=320)}
+KINDS = [f"{stored}-{decoded}" for stored, decoded in product(("files", *RECIPES, "shards"), ("cpu", "cuda"))]
 
 
 def link_photos(folder: Path, images: int, into: Path) -> None:
@@ -49,18 +55,17 @@ def link_photos(folder: Path, images: int, into: Path) -> None:
     print(f"{into.name}: {len(found)} photos of {size / 1000:.0f} kB on average, {images} links", flush=True)
 
 
-def marked_photos(folder: Path, into: Path) -> Path:
-    """The photos with restart markers, as `falconet data pack` stores them."""
-    from falconet.data import native
-
+def stored_photos(folder: Path, into: Path, recipe: Recipe) -> Path:
+    """The photos as `falconet data pack` stores them."""
     library = native.library()
     if library is None:
-        raise SystemExit(f"marked: {native.why_not()}")
+        raise SystemExit(f"{into.name}: {native.why_not()}")
     into.mkdir()
-    for number, path in enumerate(sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)):
-        data = path.read_bytes()
-        marked = library.restart_marked(data)
-        (into / f"{number:05}.jpg").write_bytes(marked if isinstance(marked, bytes) else data)
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+    with ThreadPoolExecutor() as pool:
+        outcomes = pool.map(partial(prepared, recipe=recipe, library=library), found)
+        for number, outcome in enumerate(outcomes):
+            (into / f"{number:05}.jpg").write_bytes(outcome.data)
     return into
 
 
@@ -130,8 +135,9 @@ def main() -> None:
         runs.touch()
         stored, count = {kind.partition("-")[0] for kind in args.kinds}, max(args.images, CLASSES)
         link_photos(args.folder, count, home / "files")
-        if "marked" in stored:
-            link_photos(marked_photos(args.folder, home / "made"), count, home / "marked")
+        for kind, recipe in RECIPES.items():
+            if kind in stored:
+                link_photos(stored_photos(args.folder, home / f"{kind}-photos", recipe), count, home / kind)
         if "shards" in stored:
             falconet(["data", "pack", str(home / "files"), str(home / "shards")], home / "pack.log")
             print((home / "pack.log").read_text().splitlines()[-1], flush=True)
