@@ -30,7 +30,7 @@ def run_of(line):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", REGIMES)
 def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device):
-    run = run_of(f"{TINY} --device {device} --precision {name} --optimizer adamw --lr 0.001")
+    run = run_of(f"{TINY} --device {device} --precision {name} --optimizer adamw --lr 0.001 --no-capture")
     expected = run.regime.formats(run.site.world.device)
     state = run.new_state()
     step = run.step(state)
