@@ -347,6 +347,7 @@ def release(device: torch.device) -> None:
     """Give back what nothing uses any more."""
     gc.collect()  # hooks on gradients keep a model in a reference cycle
     if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that a captured step ever had: up to 2 GiB
         torch.cuda.empty_cache()
 
 
