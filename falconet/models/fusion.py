@@ -1,7 +1,9 @@
 """Find the norms of a model that run as one operation with what follows them."""
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import fx, nn
@@ -58,6 +60,17 @@ def fuse(model: nn.Module) -> Fusion:
     traced.graph.lint()
     traced.recompile()
     return replace(found, channels=channels)
+
+
+def fuse_pieces(pieces: Sequence[fx.GraphModule]) -> list[Fusion]:
+    """The same for a model that was cut into pieces, which run one after the other.
+
+    A value that two layers of the next piece take passes twice: their gradients are then added in the norm's own pass.
+    """
+    pieces = [fx.GraphModule(piece, copied(piece.graph)) for piece in pieces]
+    for piece, following in pairwise(pieces):
+        _pass_twice(piece, following)
+    return [fuse(piece) for piece in pieces]
 
 
 def fuse_norms(model: nn.Module) -> Fusion:
@@ -284,15 +297,49 @@ def stem_of(traced: fx.GraphModule) -> fx.Node | None:
 def _fork(traced: fx.GraphModule, node: fx.Node) -> None:
     """Give two layers that take a fused value one each."""
     users = [*node.users]
-    if len(users) != 2 or not all(_takes_whole(traced, user) for user in users):
+    is_passed_twice = len(users) == 1 and _results(users[0]).count(node) == 2
+    if not is_passed_twice and (len(users) != 2 or not all(_takes_whole(traced, user) for user in users)):
         return
     layer = traced.get_submodule(str(node.target))
     assert isinstance(layer, FusedNorm | FusedGroupNorm | FusedPool)
     layer.forks = True
     with traced.graph.inserting_after(node):
         halves = [traced.graph.call_function(operator.getitem, (node, number)) for number in (1, 0)]
+    if is_passed_twice:
+        left = iter(halves)
+        users[0].args = (tuple(next(left) if each is node else each for each in _results(users[0])),)
+        return
     for user, half in zip(users, halves, strict=True):
         user.replace_input_with(node, half)
+
+
+def _results(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a piece returns, if the node is its output."""
+    given = node.args[0] if node.op == "output" else ()
+    return given if isinstance(given, tuple) else ()
+
+
+def _pass_twice(piece: fx.GraphModule, following: fx.GraphModule) -> None:
+    """Let a piece return each value twice that two layers of the next one take, and give them one each."""
+    results = next(node for node in piece.graph.nodes if node.op == "output")
+    passed: list[fx.Node] = []
+    taken = [node for node in following.graph.nodes if node.op == "placeholder"]
+    for value, given in zip(_results(results), taken, strict=True):
+        passed.append(value)
+        users = [*given.users]
+        if len(users) == 2 and all(_takes_whole(following, user) or _is_added(given, user) for user in users):
+            passed.append(value)
+            with following.graph.inserting_after(given):
+                again = following.graph.placeholder(f"{given.name}_again")
+            users[1].replace_input_with(given, again)
+    results.args = (tuple(passed),)
+    piece.recompile()
+    following.recompile()
+
+
+def _is_added(value: fx.Node, user: fx.Node) -> bool:
+    """Whether a value is added to another one, which may change in place."""
+    return user.target is operator.iadd and user.args[0] is not value
 
 
 def _takes_whole(traced: fx.GraphModule, user: fx.Node) -> bool:

@@ -21,19 +21,19 @@ from falconet.errors import ConfigError
 from falconet.numerics.segments import computed, cut, is_random, last_nodes, name_of, owner, trace
 
 Storages = Mapping[int, int]  # bytes by storage
-Change = Callable[[fx.GraphModule], fx.GraphModule]
+Change = Callable[[Sequence[fx.GraphModule]], Sequence[fx.GraphModule]]
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def recompute(model: nn.Module, patterns: Sequence[str], *, change: Change = lambda piece: piece) -> list[str]:
+def recompute(model: nn.Module, patterns: Sequence[str], *, change: Change = lambda pieces: pieces) -> list[str]:
     """Make `model`, in place, store only the outputs of matching layers; returns their names.
 
     A pattern is a regular expression for a whole name. Weights, their names and gradients do not change, and batch
     norm counts each micro-batch once. Only training with gradients is affected. Call it once the model is on its
-    device. `change`: makes each piece faster; what it returns shares the piece's weights and norms.
+    device. `change`: makes the pieces faster; what it returns shares their weights and norms.
     """
     matched = matching(model, patterns)
-    segments = [_Segment.of(change(piece)) for piece in pieces(model, matched)]
+    segments = [_Segment.of(piece) for piece in change(pieces(model, matched))]
     # The backward pass starts right after the last segment, so recomputing that one would save nothing.
     _run_in(model, (*segments[:-1], segments[-1].piece))
     return matched

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.optim import Optimizer
 
 from falconet.checkpoint.initial_weights import InitialWeights
@@ -23,7 +23,7 @@ from falconet.errors import ConfigError, named_option
 from falconet.models import splits, zoo
 from falconet.models.depth import rate_shares
 from falconet.models.freezing import Frozen, Hold, count_trained, frozen_before, frozen_by, trained_by
-from falconet.models.fusion import Fusion, fuse
+from falconet.models.fusion import Fusion, fuse, fuse_pieces
 from falconet.models.zoo import build_model
 from falconet.numerics.loss_scale import NonFinite, Offender
 from falconet.numerics.precision import Regime
@@ -238,23 +238,23 @@ class WholeModel:
         return [*recomputed, *self._fused_lines()]
 
     def _fused_lines(self) -> list[str]:
-        fused, norms = self.fused_norms
+        fused, norms, _ = self.fused_norms
         return [f"norms: {fused} of {norms} fused with what follows them"] if fused else []
 
     @cached_property
-    def fused_norms(self) -> tuple[int, int]:
-        """How many norms run fused, and how many there are; those of recomputed segments are fused piece by piece."""
+    def fused_norms(self) -> "FusedNorms":
+        """Of the whole model, or of its segments if they are recomputed."""
         if self.setup.device.type != "cuda":
-            return 0, 0
+            return FusedNorms()
         model, stored = self._model[0], self.recomputation.stored if self.recomputation else ()
         if not stored:
             whole = self._fused(model)
-            return (whole.fused, whole.norms) if whole else (0, 0)
-        parts = [fuse(piece) for piece in pieces(model, matching(model, stored))]
-        return sum(part.fused for part in parts), sum(part.norms for part in parts)
+            return FusedNorms(whole.fused, whole.norms, whole.channels) if whole else FusedNorms()
+        parts = fuse_pieces(pieces(model, matching(model, stored)))
+        return FusedNorms(sum(part.fused for part in parts), sum(part.norms for part in parts), parts[0].channels)
 
     def fused(self, model: nn.Module) -> Fusion | None:
-        """What the step runs instead of the model; segments that are recomputed are fused one by one."""
+        """What the step runs instead of the model; None: the model, whose recomputed segments may be fused."""
         fuses = self.setup.device.type == "cuda" and not (self.recomputation and self.recomputation.stored)
         return self._fused(model) if fuses else None
 
@@ -272,7 +272,7 @@ class WholeModel:
         model = self.setup.regime.prepare(self._model[0], self.setup.device)
         if recomputation and recomputation.stored:
             if self.setup.device.type == "cuda":
-                recompute(model, recomputation.stored, change=lambda piece: fuse(piece).model)
+                recompute(model, recomputation.stored, change=_fused_pieces)
             else:
                 recompute(model, recomputation.stored)
         return model
@@ -313,12 +313,24 @@ class WholeModel:
         setup, fused = self.setup, self.fused(state.model)
         return LocalStep(
             build_moving(state, setup, self._model[1], replicas=replicas, offender=offender),
-            normalise=setup.normalise_to(fused.channels if fused else 3),
+            normalise=setup.normalise_to(self.fused_norms.channels),
             loss=setup.loss,
             regime=setup.regime,
             forward=fused.model if fused else None,
             prepare=setup.prepare,
         )
+
+
+class FusedNorms(NamedTuple):
+    """How many norms run fused with what follows them, and how many there are."""
+
+    fused: int = 0
+    norms: int = 0
+    channels: int = 3  # of the images that the first layer is fastest with
+
+
+def _fused_pieces(pieces: Sequence[fx.GraphModule]) -> list[fx.GraphModule]:
+    return [piece.model for piece in fuse_pieces(pieces)]
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def step_of(name, *, rule="momentum descent", rounding=None, stored=(), change=l
     move = ScaledMove(model, optimizer, FixedScale(128.0, device=device), offender=Offender(device))
     forward, channels = model, 3
     if stored:
-        recompute(model, stored, change=lambda piece: fusion.fuse(piece).model)
+        recompute(model, stored, change=lambda pieces: [piece.model for piece in fusion.fuse_pieces(pieces)])
     else:
         fused = fusion.fuse(model)
         forward, channels = fused.model, fused.channels

@@ -9,11 +9,20 @@ from torch import nn
 
 from falconet.errors import ConfigError
 from falconet.models import fusion
-from falconet.numerics.recompute import _Segment, automatic, matching, measure_footprint, recompute, recompute_stage
+from falconet.numerics.recompute import (
+    _Segment,
+    automatic,
+    matching,
+    measure_footprint,
+    pieces,
+    recompute,
+    recompute_stage,
+)
 
 MODELS = {
     "resnet8-cifar": 16,
     "resnet18": 32,
+    "resnet50": 32,
     "resnext50": 32,
     "efficientnet-b0": 32,  # dropout, drop path, squeeze and excite
     "mobilenet": 32,
@@ -115,10 +124,8 @@ def test_numbers_kept_for_a_captured_graph_change_no_bit(name, monkeypatch):
         assert torch.equal(value, kept.state_dict()[key]), key
 
 
-def fused(piece):
-    from falconet.models.fusion import fuse
-
-    return fuse(piece).model
+def fused(pieces):
+    return [piece.model for piece in fusion.fuse_pieces(pieces)]
 
 
 @pytest.mark.run
@@ -138,6 +145,20 @@ def test_fused_pieces_change_nothing_on_a_cpu(name):
     assert saved_bytes(changed, images(name)) < 0.8 * saved_bytes(plain, images(name))
 
 
+@pytest.mark.run
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "efficientnet-b0", "mobilenet-v3-small"])
+def test_gradients_that_meet_at_the_end_of_a_segment_are_added_by_its_norm(name):
+    model = build(name)
+    choice = automatic(model, example=images(name), budget_bytes=None)
+    segments = fused(pieces(model, matching(model, choice.patterns)))
+    whole = fusion.fuse(model).model
+    assert sum(map(forks, segments)) == forks(whole) > 0
+
+
+def forks(model):
+    return sum(getattr(layer, "forks", False) for layer in model.modules())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet-b0", "mobilenet-v3-small"])
 def test_gpu_recomputation_with_fused_norms_has_the_gradients_of_the_fused_model(name):
@@ -147,7 +168,7 @@ def test_gpu_recomputation_with_fused_norms_has_the_gradients_of_the_fused_model
     choice = automatic(plain, example=x, budget_bytes=None)
     recompute(recomputed, choice.patterns, change=fused)
     begun, _ = counted([module for module in recomputed.modules() if isinstance(module, nn.Conv2d)])
-    whole = fused(plain)
+    whole = fusion.fuse(plain).model
     for first, second in zip(step(whole, x), step(recomputed, x), strict=True):
         torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-4)
     for key, value in plain.state_dict().items():
