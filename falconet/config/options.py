@@ -4,6 +4,7 @@ Training's sections come first, in the order of the help; then those of measurin
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -350,6 +351,8 @@ class Model:
 class FineTuning:
     """Train at a reduced resolution, then fine-tune at the full one."""
 
+    resolution_schedule: tuple[str, ...] = ()
+    """Sides of training images: 128:1 176:13 trains at 128 pixels, from epoch 13 at 176; validation stays as it is."""
     half_res_training: bool = False
     """Train on smaller images (160 for 224, 252 for 380, else 5/7 of the side), average, fine-tune at full size."""
     fine_tune_epoch: Annotated[int, AtLeast(1)] | None = None
@@ -955,6 +958,18 @@ def record_keys(text: str) -> dict[str, str] | None:
     pairs = [part.strip().split("=", 1) for part in text.split(",")]
     keys = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
     return keys if len(keys) == len(pairs) and keys.keys() <= {"image", "label"} else None
+
+
+_FROM_EPOCH = re.compile(r"([1-9]\d{0,3}):([1-9]\d{0,5})")
+
+
+def resolutions(texts: Sequence[str]) -> dict[int, int] | None:
+    """The side by the epoch that it is used from, counted from 1; None if the texts are not in order from epoch 1."""
+    found = [_FROM_EPOCH.fullmatch(text) for text in texts]
+    pairs = [(int(each[2]), int(each[1])) for each in found if each]
+    epochs = [epoch for epoch, _ in pairs]
+    in_order = epochs == sorted(set(epochs)) and epochs[:1] in ([], [1])
+    return dict(pairs) if len(pairs) == len(texts) and in_order else None
 
 
 ALLOWED = re.compile(r"auto|\d{1,12}|\d{1,3}(?:\.\d{1,6})?%")  # values of --bad-images-allowed

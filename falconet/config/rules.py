@@ -16,6 +16,7 @@ from falconet.config.options import (
     Parallel,
     further_average,
     record_keys,
+    resolutions,
 )
 from falconet.errors import ConfigError, did_you_mean
 
@@ -380,6 +381,21 @@ def _phases_do_not_end_early(options: Any) -> str | None:
     return None
 
 
+def _resolutions_are_in_order(options: Any) -> str | None:
+    given = options.fine_tuning.resolution_schedule
+    found = resolutions(given)
+    if found is None:
+        return (
+            f"--resolution-schedule: got '{' '.join(given)}', expected sides in pixels and the epochs they start with,"
+            " in order and from epoch 1, such as 128:1 176:13"
+        )
+    if found and options.fine_tuning.half_res_training:
+        return "--resolution-schedule: contradicts --half-res-training, which has a schedule of its own"
+    if found and options.parallel.pipeline_splits:
+        return "--resolution-schedule: does not work with --pipeline-splits, whose stages expect images of one size"
+    return None
+
+
 def _fine_tuning_is_complete(options: Any) -> str | None:
     if not options.fine_tuning.half_res_training:
         return None
@@ -618,6 +634,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("averaging", "checkpoints"), _further_averages_are_known),
     (("fine_tuning", "training", "numerics"), _phases_are_whole_epochs),
     (("fine_tuning", "training"), _phases_do_not_end_early),
+    (("fine_tuning", "parallel"), _resolutions_are_in_order),
     (("fine_tuning", "averaging"), _fine_tuning_is_complete),
     (("fine_tuning", "data"), _found_batch_is_the_fine_tunings_too),
     (("parallel", "data"), _stages_do_not_search),

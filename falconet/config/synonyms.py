@@ -72,6 +72,7 @@ OPTIONS = {
     **dict.fromkeys(("sync-bn", "syncbn"), "batchnorm-span"),
     **dict.fromkeys(("grad-checkpointing", "gradient-checkpointing"), "enable-recompute"),
     **dict.fromkeys(("dry-run", "show-config"), "plan"),
+    **dict.fromkeys(("progressive-resizing", "progressive-resize", "res-schedule"), "resolution-schedule"),
     **dict.fromkeys(("dataset-fraction", "fraction", "limit-train-batches"), "dataset-percentage"),
 }
 # Folders that others name beside the one to train on; here both are in one.

@@ -93,8 +93,11 @@ class Dataset(Splits):
         return Crops(preprocessing=self.preprocessing)
 
     def at_reduced_size(self) -> "Dataset":
-        """The same with smaller images for training."""
-        side = reduced_size(self.preprocessing.image_size)
+        """The same with the smaller images of half-resolution training."""
+        return self.trained_at(reduced_size(self.preprocessing.image_size))
+
+    def trained_at(self, side: int) -> "Dataset":
+        """The same with images of another size for training."""
         training = replace(self.preprocessing, image_size=side, resize=self.preprocessing_at(side).resize)
         return replace(self, training=training)
 

@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -244,6 +244,22 @@ class SyntheticLoader:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+class LoaderByEpoch:
+    """Training batches of one loader after another, such as of larger and larger images."""
+
+    def __init__(self, loaders: Mapping[int, Loader | SyntheticLoader]) -> None:
+        """By the epoch that each is used from, ascending; the first is 0."""
+        self._loaders = loaders
+        self.updates_per_epoch = loaders[0].updates_per_epoch
+
+    def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:
+        return self._loaders[max(first for first in self._loaders if first <= epoch)].updates(epoch, skip=skip)
+
+    def close(self) -> None:
+        for loader in self._loaders.values():
+            loader.close()
 
 
 class IdleLoader:

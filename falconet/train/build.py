@@ -12,10 +12,11 @@ from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Company, SharedWriter, Writer
 from falconet.config import commands, rules
 from falconet.config.fields import value_or
-from falconet.config.options import share_of
+from falconet.config.options import resolutions, share_of
 from falconet.data.dataset import Dataset, published_dataset
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, named_option
+from falconet.models import zoo
 from falconet.models.freezing import matching
 from falconet.models.norms import move_once
 from falconet.numerics.loss_scale import AutomaticScale, FixedScale, Offender, Scale, SteppedScale
@@ -156,6 +157,16 @@ def _check_labels(images: Dataset, launch: Launch) -> None:
         require_accuracy(images, "falconet train")
 
 
+def _check_resolutions(options: commands.TrainOptions, images: Dataset) -> None:
+    """Memory is planned for the full size, so no image may be larger."""
+    most = images.preprocessing.image_size
+    with named_option("resolution_schedule"):
+        for side in (resolutions(options.fine_tuning.resolution_schedule) or {}).values():
+            zoo.check_image_size(options.model.model, side)
+            if side > most:
+                raise ConfigError(f"got a side of {side}, expected at most --image-size, which is {most}")
+
+
 class BuiltPhase:
     """One phase of a run in this process: what was decided for it, and how its parts are built."""
 
@@ -178,6 +189,7 @@ class BuiltPhase:
         self.full_size: Dataset = before.full_size if before else self._images()
         _check_labels(self.full_size, launch)
         self.images = self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
+        _check_resolutions(self.options, self.images)
         self.plan: Plan = plan_of(
             self.phase,
             images=len(self.images.train),

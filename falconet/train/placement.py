@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from falconet.checkpoint.initial_weights import InitialWeights
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands, rules
+from falconet.config.options import resolutions
 from falconet.data.dataset import Dataset
 from falconet.data.input import Input
-from falconet.data.loader import BatchShape, IdleLoader, Loader, SyntheticLoader
+from falconet.data.loader import BatchShape, IdleLoader, Loader, LoaderByEpoch, SyntheticLoader
 from falconet.data.order import balanced, class_weights
 from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, named_option
@@ -41,7 +42,7 @@ from falconet.train.loss import Loss, MultiLabelLoss, WeightedLoss, presence_wei
 from falconet.train.step import Elsewhere, LocalStep, Move, Moving, PlainMove, Prepare, ScaledMove, Step
 
 GIB = 2**30
-TrainingLoader = Loader | SyntheticLoader | IdleLoader
+TrainingLoader = Loader | SyntheticLoader | LoaderByEpoch | IdleLoader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +128,19 @@ class Setup:
     def input(self) -> Input:
         return Input(data=self.options.data, regime=self.regime, world=self.grid.world, note=self.note)
 
-    def training_loader(self) -> Loader | SyntheticLoader:
-        crops = self.images.training_crops(self.options.augmentation, seed=self.options.run.seed)
+    def training_loader(self) -> TrainingLoader:
+        sides = resolutions(self.options.fine_tuning.resolution_schedule)
+        if not sides:
+            return self._loader_of(self.images)
+        return LoaderByEpoch(
+            {epoch - 1: self._loader_of(self.images.trained_at(side)) for epoch, side in sides.items()}
+        )
+
+    def _loader_of(self, images: Dataset) -> Loader | SyntheticLoader:
+        crops = images.training_crops(self.options.augmentation, seed=self.options.run.seed)
         is_balanced = self.options.training.sampler == "balanced"
-        order = balanced(self.images.train.labels, seed=self.options.run.seed) if is_balanced else None
-        return self.input.training_loader(self.images, crops=crops, shape=self.shape, order=order)
+        order = balanced(images.train.labels, seed=self.options.run.seed) if is_balanced else None
+        return self.input.training_loader(images, crops=crops, shape=self.shape, order=order)
 
 
 class Placement(Protocol):
@@ -293,7 +302,7 @@ class WholeModel:
     def rate_shares(self, decay: float) -> Mapping[str, float]:
         return rate_shares(self._model[0], decay)
 
-    def loader(self) -> Loader | SyntheticLoader:
+    def loader(self) -> TrainingLoader:
         return self.setup.training_loader()
 
     def evaluator(self, observe: Observe = overlook) -> Measure:

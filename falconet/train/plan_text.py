@@ -72,6 +72,7 @@ def _whole(built: BuiltPhase) -> list[str]:
         *built.placement.lines(),
         *_updates(built),
         *built.plan.lines(),
+        *_resolutions(asked.fine_tuning),
         *_balance(built),
         *_views(asked),
         *([f"then validates each checkpoint in {others}"] if others and not is_synthetic else []),
@@ -191,6 +192,12 @@ def _weights(built: BuiltPhase) -> list[str]:
     elif patterns:
         lines.append(f"{trains} of {placement.parameters:,} parameters: those that match {' '.join(patterns)}")
     return lines
+
+
+def _resolutions(asked: options.FineTuning) -> list[str]:
+    sides = options.resolutions(asked.resolution_schedule) or {}
+    words = ", ".join(f"{side} x {side} from epoch {epoch}" for epoch, side in sides.items())
+    return [f"training images: {words}"] if words else []
 
 
 def _balance(built: BuiltPhase) -> list[str]:
