@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from falconet.config import evidence
 from falconet.config.commands import ConfigsOptions
 from falconet.config.help import wrapped
 from falconet.config.load import Loaded
@@ -12,11 +13,23 @@ REACHED = "Results of an original come from its documents, not from runs here; d
 
 
 def run(loaded: Loaded[ConfigsOptions]) -> int:
-    del loaded
     screen = Screen()
+    if loaded.options.configs.evidence:
+        for line in with_evidence():
+            screen.line(line)
+        return 0
     for text in for_people() if screen.console.is_terminal else for_programs():
         screen.line(text)
     return 0
+
+
+def with_evidence() -> Iterator[str]:
+    """What was reached here, in columns."""
+    rows = [*evidence.table(evidence.all_evidence())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield "Each was written by `falconet recipe verify NAME --record FILE`; without --record it trains and compares."
 
 
 def for_programs() -> Iterator[str]:

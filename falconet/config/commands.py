@@ -13,6 +13,7 @@ from falconet.config.options import (
     Checkpoints,
     Choice,
     Choices,
+    Configs,
     Copies,
     Data,
     DataBench,
@@ -35,6 +36,7 @@ from falconet.config.options import (
     Parallel,
     Predict,
     Pretrained,
+    Recipe,
     Report,
     Run,
     Search,
@@ -378,7 +380,19 @@ class ModelsOptions(Command):
 class ConfigsOptions(Command):
     """List the named configs, and what each one reaches."""
 
-    example = "falconet configs"
+    example = "falconet configs --evidence"
+
+    configs: Configs = field(default_factory=Configs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeVerifyOptions(Command):
+    """Train a named config again, and say whether it still reaches what was recorded; exit code 1 if not."""
+
+    example = "falconet recipe verify digits --seeds 3"
+    arguments = ("name",)
+
+    recipe: Recipe = field(default_factory=Recipe)
 
 
 COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
@@ -402,4 +416,5 @@ COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "upload": UploadOptions,
     "models": ModelsOptions,
     "configs": ConfigsOptions,
+    "recipe verify": RecipeVerifyOptions,
 }

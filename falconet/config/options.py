@@ -924,6 +924,32 @@ class Verify:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Configs:
+    """What is listed."""
+
+    evidence: bool = False
+    """Instead, list what was reached by the configs that were trained here, on what, when and how often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Which recipe is trained again, and on what."""
+
+    name: str | None = None
+    """A named config that `falconet configs --evidence` lists; also the command's first argument."""
+    seeds: Annotated[int, AtLeast(1)] = 1
+    """Runs, with the seeds 0, 1, ..."""
+    data_dir: Path | None = local(None)
+    """Folder of the data, as `falconet train` takes it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if available, else cpu."""
+    runs: Path | Auto = local("auto")
+    """Folder for the runs and their logs; auto: runs/recipe_NAME."""
+    record: Path | None = local(None)
+    """Compare with nothing, and write what was reached to this JSON file."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Which runs are shown, and where the page goes."""
 

@@ -1,0 +1,96 @@
+"""`falconet recipe verify`: train a named config again, and say whether it still reaches what was recorded."""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from falconet import writing
+from falconet.config import recipes
+from falconet.config.commands import RecipeVerifyOptions
+from falconet.config.evidence import Evidence, TrainedOnce, evidence_of
+from falconet.config.load import Loaded
+from falconet.config.options import Recipe
+from falconet.errors import ConfigError, Interrupted, WorldError, did_you_mean
+from falconet.exits import DONE, FAILED
+from falconet.report import folders
+from falconet.report.console import Say, Screen, counted
+from falconet.report.run_files import ENVIRONMENT
+from falconet.train.run_folder import SUMMARY
+
+TRAIN = (sys.executable, "-m", "falconet", "train")
+
+
+def run(loaded: Loaded[RecipeVerifyOptions]) -> int:
+    asked, say = loaded.options.recipe, Screen().line
+    name = _known(asked.name)
+    recorded = None if asked.record else evidence_of(name)
+    home = asked.runs if isinstance(asked.runs, Path) else folders.numbered(folders.home("runs"), f"recipe_{name}")
+    say(f"{name}: {counted(asked.seeds, 'run')} in {home}")
+    runs = tuple(_trained(asked, name, home, say))
+    if asked.record:
+        found = _evidence(name, home, runs)
+        writing.replace(asked.record.parent, asked.record.name, found.to_json())
+        say(f"{name}: {found.reached()} in {found.seconds:.1f} s of training, recorded in {asked.record}")
+        return DONE
+    assert recorded is not None
+    least, mean = recorded.least(len(runs)), statistics.mean(run.accuracy for run in runs)
+    say(f"recorded: {recorded.reached()} in {counted(len(recorded.runs), 'run')} on {recorded.device}, {recorded.date}")
+    say(f"{'holds' if mean >= least else 'DOES NOT HOLD'}: {mean:.2f} %, expected at least {least:.2f} %")
+    return DONE if mean >= least else FAILED
+
+
+def _known(name: str | None) -> str:
+    if name is None:
+        raise ConfigError("--name: no recipe given, expected one that `falconet configs` lists")
+    known = recipes.all_configs()
+    if name not in known:
+        raise ConfigError(f"--name: '{name}' is not a named config{did_you_mean(name, known)}")
+    return name
+
+
+def _trained(asked: Recipe, name: str, home: Path, say: Say) -> Iterator[TrainedOnce]:
+    """Each run in a process of its own, as a user starts it."""
+    home.mkdir(parents=True, exist_ok=True)
+    for seed in range(asked.seeds):
+        folder, log = home / f"seed-{seed}", home / f"seed-{seed}.log"
+        words = ["--config", name, "--seed", str(seed), "--run-dir", str(folder), "--device", asked.device]
+        words += ["--data-dir", str(asked.data_dir)] if asked.data_dir else []
+        began = time.monotonic()
+        try:
+            with log.open("w") as out:
+                done = subprocess.run([*TRAIN, *words], stdout=out, stderr=subprocess.STDOUT, check=False)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+        if done.returncode:
+            last = (log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
+            raise WorldError(f"{folder}: the run ended with exit code {done.returncode}: {last}")
+        trained = _read(folder, seed)
+        took = f"{trained.seconds:.1f} s of training, {time.monotonic() - began:.0f} s in all"
+        say(f"seed {seed}: {trained.accuracy:.2f} %, {took}")
+        yield trained
+
+
+def _read(folder: Path, seed: int) -> TrainedOnce:
+    summary = json.loads((folder / SUMMARY).read_text())
+    accuracy = summary["metrics"].get("validation/accuracy")
+    if accuracy is None:
+        raise ConfigError(f"--name: {folder} was not validated, so there is nothing to compare")
+    return TrainedOnce(seed=seed, accuracy=round(accuracy, 4), seconds=summary["training_seconds"])
+
+
+def _evidence(name: str, home: Path, runs: tuple[TrainedOnce, ...]) -> Evidence:
+    """From what the first run states about its machine."""
+    about = json.loads((home / f"seed-{runs[0].seed}" / ENVIRONMENT).read_text())
+    on_cpu = about["device"] == "CPU"
+    return Evidence(
+        recipe=name,
+        device=about["processor"] if on_cpu else about["device"],
+        versions={library: about[library] for library in ("Falconet", "PyTorch")},
+        date=about["started"].split()[0],
+        command=f"falconet recipe verify {name} --seeds {len(runs)}",
+        runs=runs,
+    )

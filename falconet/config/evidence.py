@@ -1,0 +1,94 @@
+"""What named configs reached when they were trained here: one small JSON file each, written by `recipe verify`."""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from falconet.errors import ConfigError
+
+LEAST_MARGIN = 0.1  # percent: below it, the same recipe differs by a few images
+DEVIATIONS = 2.0  # by which a mean may be lower and still hold: one in forty is, if nothing has changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedOnce:
+    """One run of a recipe."""
+
+    seed: int
+    accuracy: float  # percent, of the last validation; not of the best, which would be chosen by what it measures
+    seconds: float  # of training, without the start, validations and checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Runs of a recipe on one machine."""
+
+    recipe: str
+    device: str
+    versions: Mapping[str, str]  # of libraries, by name
+    date: str  # of the last run, as in 2026-11-18
+    command: str  # that repeats them
+    runs: tuple[TrainedOnce, ...] = field(default=())
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(run.accuracy for run in self.runs)
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation of single runs; None: there is only one."""
+        return statistics.stdev(run.accuracy for run in self.runs) if len(self.runs) > 1 else None
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(run.seconds for run in self.runs)
+
+    def least(self, runs: int) -> float:
+        """The mean of so many runs that still agrees with this one."""
+        error = DEVIATIONS * (self.spread or 0.0) * math.sqrt(1 / len(self.runs) + 1 / runs)
+        return self.mean - max(LEAST_MARGIN, error)
+
+    def reached(self) -> str:
+        spread = f" ± {self.spread:.2f}" if self.spread is not None else ""
+        return f"{self.mean:.2f}{spread} %"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def all_evidence() -> dict[str, Evidence]:
+    """By recipe, for those that were trained here."""
+    return {each.recipe: each for each in _shipped()}
+
+
+def evidence_of(recipe: str) -> Evidence:
+    found = all_evidence().get(recipe)
+    if found is None:
+        known = ", ".join(all_evidence())
+        raise ConfigError(f"'{recipe}' has no recorded runs to compare with; expected one of {known}, or --record FILE")
+    return found
+
+
+def read(path: Path) -> Evidence:
+    """An evidence file of ours."""
+    content = json.loads(path.read_text())
+    return Evidence(**{**content, "runs": tuple(TrainedOnce(**run) for run in content["runs"])})
+
+
+@cache
+def _shipped() -> tuple[Evidence, ...]:
+    with resources.as_file(resources.files("falconet.configs")) as folder:
+        return tuple(map(read, sorted((folder / "evidence").glob("*.json"))))
+
+
+def table(found: Mapping[str, Evidence]) -> Iterator[tuple[str, ...]]:
+    """A heading and a row per recipe."""
+    yield "recipe", "accuracy", "runs", "training", "on", "date", "with"
+    for name, each in found.items():
+        versions = ", ".join(f"{library} {version}" for library, version in each.versions.items())
+        yield name, each.reached(), str(len(each.runs)), f"{each.seconds:.1f} s", each.device, each.date, versions

@@ -1,0 +1,127 @@
+"""`falconet recipe verify` and `falconet configs --evidence`: what recipes reached, and whether they still do."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from falconet.commands import recipe_verify
+from falconet.config import evidence, recipes
+from falconet.config.evidence import Evidence, TrainedOnce
+
+# In the place of `falconet train`: writes what a run would, with accuracies from a file.
+TRAINER = """
+import json, pathlib, sys
+words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+accuracy = json.loads(pathlib.Path("accuracies.json").read_text())[int(words["--seed"])]
+if accuracy is None:
+    sys.exit("out of luck")
+folder = pathlib.Path(words["--run-dir"])
+(folder / "report").mkdir(parents=True)
+metrics = {} if accuracy < 0 else {"validation/accuracy": accuracy}
+(folder / "summary.json").write_text(json.dumps({"training_seconds": 1.5, "metrics": metrics}))
+about = {"device": "CPU", "processor": "a chip, 2 cores", "Falconet": "0.1", "PyTorch": "2.11"}
+about["started"] = "2026-11-18 04:05:06 UTC"
+(folder / "report" / "environment.json").write_text(json.dumps(about))
+"""
+
+
+def made(*accuracies, recipe="digits"):
+    runs = tuple(TrainedOnce(seed=seed, accuracy=each, seconds=2.0 + seed) for seed, each in enumerate(accuracies))
+    return Evidence(
+        recipe=recipe, device="a chip", versions={"PyTorch": "2.11"}, date="2026-11-18", command="", runs=runs
+    )
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """Let runs reach these accuracies, by seed; the evidence for digits is 99, 98 and 97 %."""
+    Path("trainer.py").write_text(TRAINER)
+    monkeypatch.setattr(recipe_verify, "TRAIN", (sys.executable, "trainer.py"))
+    monkeypatch.setattr(evidence, "_shipped", lambda: (made(99.0, 98.0, 97.0),))
+    return lambda *accuracies: Path("accuracies.json").write_text(json.dumps(accuracies))
+
+
+def test_a_recipe_that_reaches_what_it_did_holds(falconet, trainer):
+    trainer(97.5, 98.0)
+    answer = falconet("recipe verify digits --seeds 2 --runs again")
+    assert answer.code == 0, answer.err
+    assert "seed 1: 98.00 %, 1.5 s of training" in answer.out
+    assert "recorded: 98.00 ± 1.00 % in 3 runs on a chip, 2026-11-18\n" in answer.out
+    least = 98 - 2 * math.sqrt(1 / 3 + 1 / 2)
+    assert f"holds: 97.75 %, expected at least {least:.2f} %\n" in answer.out
+    assert sorted(path.name for path in Path("again").iterdir()) == ["seed-0", "seed-0.log", "seed-1", "seed-1.log"]
+
+
+def test_a_recipe_that_has_become_worse_does_not(falconet, trainer):
+    trainer(95.0)
+    answer = falconet("recipe verify digits")
+    assert answer.code == 1
+    assert "DOES NOT HOLD: 95.00 %" in answer.out
+
+
+def test_what_was_recorded_is_read_again(falconet, trainer):
+    trainer(90.0, 91.0)
+    assert falconet("recipe verify cifar10-resnet20 --seeds 2 --record found.json").code == 0
+    found = evidence.read(Path("found.json"))
+    assert [run.accuracy for run in found.runs] == [90.0, 91.0]
+    assert (found.recipe, found.device, found.date) == ("cifar10-resnet20", "a chip, 2 cores", "2026-11-18")
+    assert found.reached() == "90.50 ± 0.71 %"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("digitz", "--name: 'digitz' is not a named config; did you mean 'digits'?"),
+        ("", "--name: no recipe given"),
+        ("cifar10-resnet20", "'cifar10-resnet20' has no recorded runs to compare with; expected one of digits, or"),
+        ("digits --seeds 0", "--seeds: got '0', expected a whole number, at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line(falconet, trainer, words, message):
+    answer = falconet(f"recipe verify {words}")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert message in answer.err
+
+
+def test_a_run_that_fails_is_named_with_its_last_line(falconet, trainer):
+    trainer(None)
+    answer = falconet("recipe verify digits --runs r")
+    assert answer.code == 1
+    assert answer.err.endswith("r/seed-0: the run ended with exit code 1: out of luck\n")
+
+
+def test_a_recipe_without_validation_has_nothing_to_compare(falconet, trainer):
+    trainer(-1)
+    assert "was not validated, so there is nothing to compare" in falconet("recipe verify digits").err
+
+
+def test_one_run_may_differ_by_a_tenth_of_a_percent():
+    assert made(98.0).least(1) == pytest.approx(97.9)
+    assert made(98.0).spread is None
+
+
+def test_evidence_is_listed_in_columns(falconet):
+    answer = falconet("configs --evidence")
+    assert answer.code == 0
+    heading, *rows, last = answer.out.splitlines()
+    assert heading.split() == ["recipe", "accuracy", "runs", "training", "on", "date", "with"]
+    assert [row.split()[0] for row in rows] == [*evidence.all_evidence()]
+    assert "recipe verify" in last
+
+
+@pytest.mark.parametrize("each", evidence.all_evidence().values(), ids=lambda each: each.recipe)
+def test_shipped_evidence_is_of_a_named_config(each):
+    assert each.recipe in recipes.all_configs()
+    assert each.command == f"falconet recipe verify {each.recipe} --seeds {len(each.runs)}"
+    assert all(0 < run.accuracy <= 100 for run in each.runs)
+    assert [run.seed for run in each.runs] == list(range(len(each.runs)))
+
+
+@pytest.mark.slow
+def test_digits_reach_what_was_recorded(falconet):
+    answer = falconet("recipe verify digits")
+    assert answer.code == 0, answer.out
+    assert "holds" in answer.out
