@@ -1,12 +1,11 @@
-"""Parts of a page: escaped text, tables that sort, pictures, and a reliability diagram."""
+"""Parts of a page: escaped text, tables that sort, lists, and pictures."""
 
 import html
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from falconet.errors import printable
-from falconet.report.console import counted
-from falconet.report.run_files import Bin, Example, Picture
+from falconet.report.answers import Example, Picture
 
 
 def inert(value: object) -> str:
@@ -105,42 +104,3 @@ def tiles(pictures: Sequence[tuple[str, Picture]]) -> str:
         f"<figure>{image(each, label)}<figcaption>{inert(label)}</figcaption></figure>" for label, each in pictures
     )
     return f'<div class="tiles small">{"".join(found)}</div>'
-
-
-WIDTH, HEIGHT, LEFT, BELOW = 340, 300, 40, 36  # of the diagram, and its margins
-
-
-def reliability(bins: Sequence[Bin], *, error: float | None) -> str:
-    """A diagram of how often answers are right at each confidence; a perfect model's bars end on the diagonal."""
-    wide, high = WIDTH - LEFT - 14, HEIGHT - BELOW - 8
-    most = max((each.images for each in bins), default=0) or 1
-    marks = []
-    for each in bins:
-        if each.accuracy is None or each.confidence is None:
-            continue
-        x, width = LEFT + each.low * wide, (each.high - each.low) * wide
-        tall = high * min(100.0, max(0.0, each.accuracy)) / 100
-        title = (
-            f"{100 * each.low:.0f} to {100 * each.high:.0f} % sure: {counted(each.images, 'image')},"
-            f" {each.accuracy:.1f} % right"
-        )
-        share = max(0.25, (each.images / most) ** 0.5)  # faint where there are few images
-        marks.append(
-            f'<rect class="bin" x="{x + 0.5:.1f}" y="{8 + high - tall:.1f}" width="{width - 1:.1f}" height="{tall:.1f}"'
-            f' fill-opacity="{share:.2f}"><title>{inert(title)}</title></rect>'
-        )
-    ticks = []
-    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = 8 + high * (1 - part)
-        ticks += [
-            f'<text x="{LEFT - 6}" y="{y + 4:.0f}" text-anchor="end">{100 * part:.0f}</text>',
-            f'<line class="grid" x1="{LEFT}" x2="{LEFT + wide}" y1="{y:.1f}" y2="{y:.1f}"/>',
-            f'<text x="{LEFT + wide * part:.0f}" y="{HEIGHT - 22}" text-anchor="middle">{100 * part:.0f}</text>',
-        ]
-    words = "Reliability diagram" + ("" if error is None else f", calibration error {error:.2f} %")
-    return (
-        f'<svg class="reliability" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{inert(words)}">'
-        f'{"".join((*ticks, *marks))}<line class="perfect" x1="{LEFT}" y1="{8 + high}" x2="{LEFT + wide}" y2="8"/>'
-        f'<text x="{LEFT + wide / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">sure, %</text>'
-        f'<text transform="translate(11 {8 + high / 2:.0f}) rotate(-90)" text-anchor="middle">right, %</text></svg>'
-    )

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from falconet import writing
 from falconet.errors import ConfigError
+from falconet.report.answers import Answers
 from falconet.report.curves import Chart, charts_of
-from falconet.report.run_files import Answers, RunFiles
+from falconet.report.run_files import RunFiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

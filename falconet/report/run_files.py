@@ -1,23 +1,21 @@
 """The files of a run folder as values: everything that can be read, and a line for each thing that cannot.
 
-A run folder may come from another person. Its files are opened without following links, no more than a limit of each is
-read, and every value is checked for its type: what is not as expected is left out.
+A run folder may come from another person: what is not as expected is left out.
 """
 
 import contextlib
-import fcntl
 import json
 import math
-import os
 import re
-import stat
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from falconet.errors import DataError, printable
+from falconet.report.answers import MOST_PICTURES, Answers, Picture, best_validated, read_answers, read_picture
+from falconet.report.foreign_folder import ForeignFolder, count, number, numbers, objects, text
 
 CONFIG, PLAN, METRICS, TIMES, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "updates.jsonl", "summary.json"
 REPORT, RESULTS, RECORDS = "report.html", "results.csv", "report"  # RECORDS: the folder of what only a report needs
@@ -25,16 +23,11 @@ ANSWERS, SEEN, LAYERS = f"{RECORDS}/answers.json", f"{RECORDS}/batch.json", f"{R
 ENVIRONMENT, MEMORY = f"{RECORDS}/environment.json", f"{RECORDS}/memory.jsonl"
 VALIDATED = "validation.json"  # what `falconet validate` wrote, for runs without answers of their own
 CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
-MOST_BYTES = 64 << 20  # read of one file
 MOST_CHECKPOINTS = 100
-MOST_CLASSES = 100_000
-MOST_PICTURES, MOST_PICTURE = 256, 64 << 10  # pictures of a kind, and characters of one
 DEFAULT = "default"  # the source of an option that was not set
 
 State = Literal["done", "going", "stopped"]
 _OPTION = re.compile(r"([a-zA-Z0-9-]{1,80}): (.*?)(?:  # (.*))?")
-_BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
-_OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Stated(NamedTuple):
@@ -51,63 +44,6 @@ class Moment:
     update: int
     epoch: float
     metrics: Mapping[str, float]
-
-
-class Picture(NamedTuple):
-    """A small image."""
-
-    kind: Literal["png", "jpeg"]
-    data: str  # base64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """A validation image, and what the model took it for."""
-
-    path: str
-    label: str
-    predicted: str
-    probability: float  # 0 to 1
-    picture: Picture | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassResult:
-    """One class of a validation."""
-
-    name: str
-    images: int
-    correct: int | None = None  # None: of images with several labels
-    score: float | None = None  # percent: the accuracy, or the average precision; None: no images
-
-
-class Bin(NamedTuple):
-    """Images whose confidence lies in a range."""
-
-    low: float
-    high: float
-    images: int
-    accuracy: float | None  # percent
-    confidence: float | None  # mean, percent
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answers:
-    """What a model answered for the validation images."""
-
-    checkpoint: str = ""
-    epoch: str = ""
-    update: int | None = None
-    classes: Sequence[ClassResult]
-    cells: Sequence[tuple[int, int, int]] = ()  # of the confusion matrix: label, predicted, images
-    bins: Sequence[Bin] = ()
-    calibration_error: float | None = None  # percent
-    mistakes: Sequence[Example] = ()  # the most confident first
-    hits: Sequence[Example] = ()  # the least confident first
-
-    def confusions(self) -> list[tuple[int, int, int]]:
-        """The wrong cells, the largest first."""
-        return sorted((cell for cell in self.cells if cell[0] != cell[1]), key=lambda cell: (-cell[2], cell))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +127,7 @@ def read_run(folder: Path, *, state: State | None = None) -> RunFiles:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected a run folder")
     try:
-        files = _Files(folder)
+        files = ForeignFolder(folder)
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror or error}; expected a run folder that you may read") from error
     with files:
@@ -208,7 +144,7 @@ def read_run(folder: Path, *, state: State | None = None) -> RunFiles:
             update_times=[time for line in files.lines(TIMES) for time in numbers(line.get("milliseconds"))],
             memory=_memory(files),
             summary=summary,
-            answers=_answers(files.json(ANSWERS)) or _answers(_best_validated(files.json(VALIDATED))),
+            answers=read_answers(files.json(ANSWERS)) or read_answers(best_validated(files.json(VALIDATED))),
             seen=_seen(files.json(SEEN)),
             layers=_layers(files.json(LAYERS)),
             checkpoints=_checkpoints(files),
@@ -223,146 +159,8 @@ def read_run(folder: Path, *, state: State | None = None) -> RunFiles:
 
 def read_memory(folder: Path) -> list[MemoryPoint]:
     """The memory that earlier starts of a run recorded."""
-    with _Files(folder) as files:
+    with ForeignFolder(folder) as files:
         return _memory(files)
-
-
-class _Files:
-    """Opens files below a folder without following links, and collects what cannot be read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.problems = folder, list[str]()
-        self.root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    def __enter__(self) -> "_Files":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.root)
-
-    def has(self, name: str) -> bool:
-        with contextlib.suppress(OSError), self._opened(name):
-            return True
-        return False
-
-    def names(self, subfolder: str) -> list[str]:
-        """The folders in a subfolder."""
-        try:
-            with self._opened(subfolder, os.O_DIRECTORY) as handle, os.scandir(handle) as found:
-                return sorted(each.name for each in found if each.is_dir(follow_symlinks=False))
-        except OSError:
-            return []
-
-    def text(self, name: str, *, needed: bool = False) -> str:
-        """The beginning of a file; empty if there is none."""
-        try:
-            with self._opened(name) as handle:
-                found = os.fstat(handle)
-                if not stat.S_ISREG(found.st_mode):
-                    raise OSError(f"{name} is not a file")
-                if found.st_size > MOST_BYTES:
-                    self._note(f"{name}: only the first {MOST_BYTES >> 20} MiB are shown")
-                with os.fdopen(os.dup(handle), "rb") as file:
-                    return file.read(MOST_BYTES).decode(errors="replace")
-        except FileNotFoundError:
-            if needed:
-                self._note(f"{name} is missing")
-        except OSError as error:
-            self._note(f"{name}: cannot be read: {error.strerror or error}")
-        return ""
-
-    def json(self, name: str) -> dict[str, Any]:
-        """An object; empty if there is none."""
-        text = self.text(name)
-        if not text:
-            return {}
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            self._note(f"{name}: not JSON")
-            return {}
-        return content
-
-    def lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """The objects of a file of JSON lines, the last of which a killed run may have left torn."""
-        whole, end, rest = self.text(name).rpartition("\n")
-        bad = 0
-        for line in (*whole.split("\n"), rest) if end else (rest,):
-            try:
-                content = json.loads(line) if line else None
-            except (ValueError, RecursionError):
-                content = None
-            if isinstance(content, dict):
-                yield content
-            elif line is rest and line:
-                self._note(f"{name}: the last line is torn, and left out")
-            else:
-                bad += bool(line)
-        if bad:
-            self._note(f"{name}: {bad:,} {'line is' if bad == 1 else 'lines are'} not JSON, and left out")
-
-    def is_locked(self) -> bool:
-        """Whether a run holds the folder."""
-        try:
-            fcntl.flock(self.root, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # a file system without locks
-            return False
-        fcntl.flock(self.root, fcntl.LOCK_UN)
-        return False
-
-    @contextlib.contextmanager
-    def _opened(self, name: str, flags: int = 0) -> Iterator[int]:
-        """The descriptor of `name`, which may be in a subfolder; ELOOP if any part of it is a link."""
-        *parents, last = name.split("/")
-        handle, above = os.dup(self.root), -1
-        try:
-            for part in parents:
-                above, handle = handle, os.open(part, _OPENED | os.O_DIRECTORY, dir_fd=handle)
-                os.close(above)
-            above, handle = handle, os.open(last, _OPENED | flags, dir_fd=handle)
-            os.close(above)
-            yield handle
-        finally:
-            os.close(handle)
-
-    def _note(self, problem: str) -> None:
-        self.problems.append(printable(f"{self.folder.name}/{problem}"))
-
-
-# From JSON to values.
-
-
-def number(value: object) -> float | None:
-    """A finite number; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:
-        return None
-    return found if math.isfinite(found) else None
-
-
-def numbers(values: object) -> list[float]:
-    found = map(number, values) if isinstance(values, list) else []
-    return [each for each in found if each is not None]
-
-
-def count(value: object) -> int:
-    """A whole number from 0 on; 0 for anything else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else 0
-
-
-def text(value: object) -> str:
-    return value[:1000] if isinstance(value, str) else ""
-
-
-def _objects(value: object, most: int) -> Iterator[dict[str, Any]]:
-    return (each for each in value[:most] if isinstance(each, dict)) if isinstance(value, list) else iter(())
 
 
 def _options(yaml: str) -> dict[str, Stated]:
@@ -383,7 +181,7 @@ def _unquoted(value: str) -> str:
     return value
 
 
-def _moments(files: _Files) -> list[Moment]:
+def _moments(files: ForeignFolder) -> list[Moment]:
     """The log points, those of one update merged; those of validations get the epoch from the others."""
     merged: dict[int, dict[str, float]] = {}
     for line in files.lines(METRICS):
@@ -411,7 +209,7 @@ def _between(known: Sequence[tuple[int, float]], update: int) -> float:
     return low[1] + (high[1] - low[1]) * (update - low[0]) / max(1, high[0] - low[0])
 
 
-def _memory(files: _Files) -> list[MemoryPoint]:
+def _memory(files: ForeignFolder) -> list[MemoryPoint]:
     return [
         MemoryPoint(
             update=count(line.get("update")),
@@ -422,85 +220,15 @@ def _memory(files: _Files) -> list[MemoryPoint]:
     ]
 
 
-def _state(files: _Files, summary: Mapping[str, Any], moments: Sequence[Moment]) -> State:
+def _state(files: ForeignFolder, summary: Mapping[str, Any], moments: Sequence[Moment]) -> State:
     if files.is_locked():
         return "going"
     last = max((moment.update for moment in moments), default=0)
     return "done" if summary and count(summary.get("updates")) >= last else "stopped"
 
 
-def _best_validated(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The best model that `falconet validate` measured."""
-    models = list(_objects(content.get("models"), 1000))
-    return max(models, key=lambda each: number(each.get("accuracy", each.get("mAP"))) or 0.0, default={})
-
-
-def _answers(content: Mapping[str, Any]) -> Answers | None:
-    classes = [
-        ClassResult(
-            name=text(each.get("class")),
-            images=count(each.get("images")),
-            correct=count(each["correct"]) if "correct" in each else None,
-            score=number(each.get("accuracy", each.get("average_precision"))),
-        )
-        for each in _objects(content.get("per_class"), MOST_CLASSES)
-    ]
-    if not classes:
-        return None
-    confusion, calibration = content.get("confusion"), content.get("calibration")
-    cells = confusion.get("cells") if isinstance(confusion, dict) else None
-    return Answers(
-        checkpoint=text(content.get("checkpoint")),
-        epoch=text(content.get("epoch")),
-        update=count(content.get("update")) or None,
-        classes=classes,
-        cells=list(_cells(cells, classes=len(classes))),
-        bins=list(_bins(calibration.get("bins"))) if isinstance(calibration, dict) else [],
-        calibration_error=number(calibration.get("error")) if isinstance(calibration, dict) else None,
-        mistakes=_examples(content.get("mistakes")),
-        hits=_examples(content.get("hits")),
-    )
-
-
-def _cells(cells: object, *, classes: int) -> Iterator[tuple[int, int, int]]:
-    for cell in cells if isinstance(cells, list) else ():
-        match cell:
-            case [int() as label, int() as predicted, int() as images]:
-                if 0 <= label < classes and 0 <= predicted < classes and 0 < images < 1 << 53:
-                    yield label, predicted, images
-
-
-def _bins(bins: object) -> Iterator[Bin]:
-    for each in _objects(bins, 100):
-        low, high = number(each.get("low")), number(each.get("high"))
-        if low is not None and high is not None and 0 <= low < high <= 1:
-            accuracy, confidence = number(each.get("accuracy")), number(each.get("confidence"))
-            yield Bin(low, high, count(each.get("images")), accuracy, confidence)
-
-
-def _examples(content: object) -> list[Example]:
-    return [
-        Example(
-            path=text(each.get("path")),
-            label=text(each.get("label")),
-            predicted=text(each.get("predicted")),
-            probability=number(each.get("probability")) or 0.0,
-            picture=_picture(each.get("picture")),
-        )
-        for each in _objects(content, MOST_PICTURES)
-    ]
-
-
-def _picture(content: object) -> Picture | None:
-    match content:
-        case {"kind": "png" | "jpeg" as kind, "data": str() as data}:
-            if len(data) <= MOST_PICTURE and _BASE64.fullmatch(data):
-                return Picture(kind, data)
-    return None
-
-
 def _seen(content: Mapping[str, Any]) -> SeenBatch | None:
-    found = [(text(each.get("label")), _picture(each)) for each in _objects(content.get("pictures"), MOST_PICTURES)]
+    found = [(text(each.get("label")), read_picture(each)) for each in objects(content.get("pictures"), MOST_PICTURES)]
     pictures = [(label, picture) for label, picture in found if picture is not None]
     return SeenBatch(update=count(content.get("update")), pictures=pictures) if pictures else None
 
@@ -515,11 +243,11 @@ def _layers(content: Mapping[str, Any]) -> list[Layer]:
             multiplications=count(each["multiplications"]) if "multiplications" in each else None,
             milliseconds=number(each.get("milliseconds")),
         )
-        for each in _objects(content.get("layers"), 5000)
+        for each in objects(content.get("layers"), 5000)
     ]
 
 
-def _checkpoints(files: _Files) -> list[SavedCheckpoint]:
+def _checkpoints(files: ForeignFolder) -> list[SavedCheckpoint]:
     """Those in the run folder; a run may have saved elsewhere, where nothing is read."""
     found: list[SavedCheckpoint] = []
     for parent in (f"{CHECKPOINTS}/", ""):

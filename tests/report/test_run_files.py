@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from falconet.errors import DataError
-from falconet.report import run_files, run_page
+from falconet.report import foreign_folder, run_page
 from falconet.report.run_files import read_run
 from report_runs import write_run
 
@@ -105,7 +105,7 @@ def test_a_pipe_does_not_block(tmp_path):
 
 
 def test_only_the_beginning_of_a_huge_file_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_files, "MOST_BYTES", 400)
+    monkeypatch.setattr(foreign_folder, "MOST_BYTES", 400)
     run = read_run(write_run(tmp_path / "run"))
     assert "run/metrics.jsonl: only the first 0 MiB are shown" in run.problems
     assert run.moments[0].update == 10

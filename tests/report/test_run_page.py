@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from falconet.report import run_page
+from falconet.report import page_answers, run_page
 from falconet.report.curves import MOST_POINTS, charts_of, csv_lines, epoch_rows, thinned
+from falconet.report.results import differences, results_of
 from falconet.report.run_files import read_run
-from falconet.report.run_page import differences, page, results_of
+from falconet.report.run_page import page
 from report_runs import answers, lines, metrics, write_run
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e"
@@ -124,7 +125,7 @@ def test_a_thousand_classes_and_a_long_run_stay_small(tmp_path):
     assert len(html.encode()) < 3_000_000
     matrix = island(html)["matrices"]["r0-matrix"]
     assert len(matrix["names"]) == 1000
-    assert len(matrix["cells"]) == 3 * run_page.MOST_CELLS
+    assert len(matrix["cells"]) == 3 * page_answers.MOST_CELLS
 
 
 def test_thinning_keeps_the_ends_and_the_extremes():

@@ -1,0 +1,56 @@
+"""The document around a page: styles, scripts, and a policy that lets nothing else run and nothing be fetched."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+
+from falconet.report.page_parts import details, inert
+
+
+def document(title: str, body: str, data: Mapping[str, object]) -> str:
+    """The page around its body, with a policy that names its scripts by their digests."""
+    scripts = [_asset("uplot/uPlot.iife.min.js"), _asset("report.js")]
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
+        " form-action 'none'"
+    )
+    # What would end the element, or start a comment in it, cannot occur in it.
+    island = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    licence = inert(_asset("uplot/LICENSE"))
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            '<meta name="generator" content="falconet report">',
+            f"<title>{inert(title)} - Falconet</title>",
+            f"<style>{_asset('uplot/uPlot.min.css')}{_asset('report.css')}</style>",
+            "</head>",
+            "<body>",
+            f'<a class="skip" href="#main">Skip to the content</a>{body}',
+            f"<footer>Made by Falconet from the files of the run folder. Charts by uPlot 1.6.32 (MIT):"
+            f" {details('licence', f'<pre>{licence}</pre>')}</footer></main>",
+            f'<script type="application/json" id="data">{island}</script>',
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("falconet.report").joinpath(f"assets/{name}").read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
