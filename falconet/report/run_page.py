@@ -19,6 +19,7 @@ from falconet.report.console import counted
 from falconet.report.curves import Chart, charts_of, columns_in, csv_lines, epoch_rows, short
 from falconet.report.epochs import in_short, span
 from falconet.report.page_parts import Cell, Column, details, examples, facts, inert, reliability, table, tiles
+from falconet.report.profile_part import profile_part, read_profile, timed
 from falconet.report.run_files import (
     DEFAULT,
     REPORT,
@@ -143,6 +144,7 @@ def _links(run: RunFiles) -> dict[str, str]:
         "r0-wrong": ("Where it is wrong", run.answers),
         "r0-seen": ("What it saw", run.seen),
         "r0-layers": ("Layers", run.layers),
+        "r0-profile": ("Profile", read_profile(run.profile)),
         "r0-checkpoints": ("Checkpoints", run.checkpoints),
         "r0-options": ("Plan and options", run.options or run.plan),
         "r0-environment": ("Environment", run.environment),
@@ -381,6 +383,7 @@ def _sections(run: RunFiles, prefix: str) -> dict[str, str]:
         "wrong": _wrong(run, prefix),
         "seen": _seen(run),
         "layers": _layers(run),
+        "profile": profile_part(read_profile(run.profile)),
         "checkpoints": _checkpoints(run),
         "options": _options(run),
         "environment": facts(run.environment.items()) if run.environment else "",
@@ -389,6 +392,7 @@ def _sections(run: RunFiles, prefix: str) -> dict[str, str]:
         "wrong": "Where it is wrong",
         "seen": "What the network saw",
         "layers": "Layers",
+        "profile": "Profile",
         "checkpoints": "Checkpoints",
         "options": "Plan and options",
         "environment": "Environment",
@@ -534,18 +538,19 @@ def _seen(run: RunFiles) -> str:
 def _layers(run: RunFiles) -> str:
     if not run.layers:
         return ""
-    total = sum(layer.parameters for layer in run.layers)
-    work = sum(layer.multiplications or 0 for layer in run.layers)
-    timed = any(layer.milliseconds is not None for layer in run.layers)
+    layers = timed(run.layers, read_profile(run.profile))
+    total = sum(layer.parameters for layer in layers)
+    work = sum(layer.multiplications or 0 for layer in layers)
+    is_timed = any(layer.milliseconds is not None for layer in layers)
     heads = [Column("layer"), Column("kind"), Column("output"), Column("parameters", is_number=True)]
-    heads += [Column("multiplications", is_number=True), *([Column("ms", is_number=True)] if timed else [])]
+    heads += [Column("multiplications", is_number=True), *([Column("ms", is_number=True)] if is_timed else [])]
     rows = []
-    for layer in run.layers[:MOST_LAYERS]:
+    for layer in layers[:MOST_LAYERS]:
         own, made = layer.multiplications, layer.milliseconds
         row = [Cell(layer.name, is_mono=True), Cell(layer.kind), Cell(layer.output or "-", is_mono=True)]
         row.append(Cell(f"{layer.parameters:,}", by=layer.parameters, bar=100 * layer.parameters / max(1, total)))
         row.append(Cell("-", by=-1) if own is None else Cell(_large(own), by=own, bar=100 * own / max(1, work)))
-        row += [Cell("-", by=-1) if made is None else Cell(f"{made:.3f}", by=made)] if timed else []
+        row += [Cell("-", by=-1) if made is None else Cell(f"{made:.3f}", by=made)] if is_timed else []
         rows.append(row)
     words = f"{counted(len(run.layers), 'layer')}, {total:,} parameters"
     words += f", {_large(work)} multiplications for one image." if work else "."

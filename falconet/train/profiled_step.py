@@ -1,0 +1,122 @@
+"""A step of which some updates are profiled: one layer by layer, the next ones kernel by kernel."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from falconet.data.buffers import Batch
+from falconet.errors import UserError
+from falconet.report import trace
+from falconet.report.console import Say, counted
+from falconet.report.kernel_times import brief, kernel_times
+from falconet.report.layer_costs import LayerCosts, Layers, layer_costs
+from falconet.report.trace import BEFORE, FILES, TRACED, Tracing
+from falconet.train.step import Step, Update
+
+LOOKED = 3  # the update that is profiled layer by layer: the last one that is never captured as a CUDA graph
+NEEDED = BEFORE + TRACED
+Pause = Callable[[], AbstractContextManager[None]]
+
+
+class ProfiledStep:
+    """A step of which some updates are profiled; training is not changed.
+
+    A captured update hides its layers and allocations, so these come from an update before, made as it is. Kernels
+    come from later ones, as all the others are made. Whatever goes wrong costs a line and no update.
+    """
+
+    def __init__(
+        self, step: Step, model: nn.Module, folder: Path, *, device: torch.device, updates: int, say: Say
+    ) -> None:
+        """`updates`: how many there will be; of a short run, less is profiled."""
+        self._step, self._model, self._folder, self._device, self._say = step, model, folder, device, say
+        self._updates = updates
+        self._looked = min(LOOKED, updates - 1)  # 0: none
+        self._first = min(BEFORE, updates - 1)  # made before the trace begins
+        self._last = min(self._first + TRACED, updates)
+        self._done = 0
+        self._tracing: Tracing | None = None
+        self._layers: LayerCosts | None = None
+        self._is_broken = False
+        self.pause: Pause = nullcontext  # excludes time from training
+        self.facts: dict[str, object] = {}  # about the run, for the report
+
+    def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
+        if self._done == 0 and self._updates < NEEDED:
+            self._say(_short(self._updates))
+        if self._first == self._done == 0:
+            self._begin()
+        if self._done + 1 == self._looked:
+            made = self._look(micro_batches, update=update, lr=lr)
+        else:
+            made = self._step(micro_batches, update=update, lr=lr)
+        self._done += 1
+        if self._done == self._first:  # here, not in the next call, because the wait for its images is traced too
+            self._begin()
+        if self._done == self._last and self._tracing is not None:
+            self._end(self._tracing, update=update)
+        return made
+
+    def close(self) -> None:
+        """Stop a profiler that an interruption left running."""
+        tracing, self._tracing = self._tracing, None
+        if tracing is not None:
+            trace.stopped(tracing)
+
+    def _begin(self, *, memory: bool = False) -> None:
+        with self.pause():
+            try:
+                self._tracing = trace.started(self._device, memory=memory)
+            except RuntimeError as error:  # another profiler is running
+                self._broken(error)
+
+    def _look(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
+        """Make an update whose layers are marked."""
+        layers = Layers(self._model)
+        with trace.warnings_withheld():
+            self._begin(memory=True)
+            before = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
+            try:
+                with layers.marked() if self._tracing else nullcontext():
+                    return self._step(micro_batches, update=update, lr=lr)
+            finally:
+                tracing, self._tracing = self._tracing, None
+                if tracing is not None:
+                    with self.pause():
+                        self._layers = layer_costs(trace.stopped(tracing), layers, before=before)
+                        self.facts["looked"] = update + 1
+
+    def _end(self, tracing: Tracing, *, update: int) -> None:
+        self._tracing = None
+        with self.pause():  # takes seconds
+            traced = trace.stopped(tracing)
+            calls = self._last - self._first
+            times = kernel_times(traced, calls=calls)
+            summary = {**self.facts, "what": "update", "traced": calls, "last": update + 1, **times}
+            if self._layers is not None:
+                summary |= {"layers": self._layers.to_json(), "memory": self._layers.memory}
+            try:
+                trace.write(traced, summary, self._folder)
+            except UserError as error:
+                self._broken(error)
+            else:
+                self._say(
+                    f"profiled {counted(calls, 'update')} of {brief(times)}; see {', '.join(FILES)} and the report"
+                )
+
+    def _broken(self, error: Exception) -> None:
+        if not self._is_broken:  # one line is enough
+            self._is_broken = True
+            self._say(f"note: there is no profile: {str(error).partition(chr(10))[0]}; training is not affected")
+
+
+def _short(updates: int) -> str:
+    """What a short run leaves out."""
+    without = "; layers are not profiled" if updates == 1 else ""
+    return (
+        f"note: --profile takes {NEEDED} updates, and this run makes {updates}: the first ones choose kernels and"
+        f" allocate memory, so the profile shows longer times than usual{without}"
+    )
