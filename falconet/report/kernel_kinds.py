@@ -32,14 +32,14 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     ),
     (
         "copies",
-        r"^Memcpy|^Memset|nchwToNhwc|nhwcToNchw|CatArray|copy_kernel|_to_copy|aten::(copy_|cat|clone|contiguous)$",
+        r"^Memcpy|^_pack$|^_expand$|convertTensor|setTensor|^Memset|nchwToNhwc|nhwcToNchw|CatArray|copy_kernel|_to_copy|aten::(copy_|cat|clone|contiguous)$",
     ),
     ("copies", r"aten::(pin_memory|_pin_memory|index_select|stack|fill_|zero_)$|FillFunctor|tensorTransformGeneric"),
     # Norms come before convolutions, because cuDNN's are in the same namespaces.
     ("norm", r"batch_?norm|group_?norm|layer_?norm|bn_(fw|bw)|BatchNorm|GroupNorm|RowwiseMoments|proxy_?norm"),
     (
         "norm",
-        r"^_(sum|merge)_(moments|gradients|slopes|parameters|own|replicas|images)$|^_spread_(gradients|excited)$"
+        r"^_(sum|merge)_(moments|gradients|slopes|parameters|own|replicas|images)$|^_weigh_images$|^_spread_(gradients|excited)$"
         r"|^_normalise$|^_excite$|^_moments(_slopes)?$|^_elements$|^_slopes$",
     ),
     ("pooling", r"pool|^_(sum|spread)_pooled$"),
@@ -48,7 +48,7 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
         "convolution, gradient of the weights",
         r"wgrad|bwd_?weight|backward_?(filter|weight)|conv_depthwise2d_grad_weight",
     ),
-    ("convolution, gradient of the weights", r"^_(sum|merge)_products$|^_merge_weights$"),
+    ("convolution, gradient of the weights", r"^_(sum|merge)_products$|^_merge_weights$|^_merge$"),
     (
         "convolution, gradient of the input",
         r"dgrad|bwd_?data|backward_?(data|input)|conv_depthwise2d_backward|^_spread$",
@@ -56,14 +56,14 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     ("convolution, backward", r"convolution_backward|ConvolutionBackward|^_convolve_back$|^_spread_and_sum$"),
     (
         "convolution, forward",
-        r"fprop|^_convolve$|conv(olution)?(2d|_|olve|\b)|winograd|implicit_(gemm|precomp)|cudnn::cnn",
+        r"fprop|^_convolve$|conv(2d|olve|olution)|winograd|fft2d_|implicit_(gemm|precomp)|cudnn::cnn",
     ),
     ("matrix product", r"gemm|gemv|nvjet|cutlass|splitK|cublas|aten::(mm|addmm|bmm|linear|matmul|addmv|mv|dot)$"),
     ("reduction and loss", r"reduce_kernel|topk|sort|aten::(sum|mean|argmax|amax)$"),
     ("reduction and loss", r"aten::(logsumexp|_log_softmax|norm|max|min|var|std|all|any)$|DeviceReduce|gatherTopK"),
     (
         "elementwise",
-        r"elementwise|aten::(relu|silu|hardswish|hardtanh|hardsigmoid|sigmoid|gelu|clamp|threshold|add|sub|mul|div|where"
+        r"elementwise|pointwise|aten::(relu|silu|hardswish|hardtanh|hardsigmoid|sigmoid|gelu|clamp|threshold|add|sub|mul|div|where"
         r"|exp|log|sqrt|neg|eq|ne|lt|gt|le|ge|isfinite|bernoulli|dropout|native_dropout|lerp|addc\w+)",
     ),
     ("elementwise", r"dropout|aten::(rand|normal|uniform)|distribution_|triton_poi|^_resize$"),

@@ -1,5 +1,6 @@
 """Where the time of traced updates goes: by kind of work, by kernel or operator, and idle."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from falconet.report.trace import Traced
 MOST_KERNELS = 60
 LONGEST_NAME = 300  # characters: templates of C++ have thousands
 Row = dict[str, object]
+_DRIVER = re.compile(r"(cuda|cu|hip)[A-Z]")
 _MS = 1e-6  # of a nanosecond
 
 
@@ -93,8 +95,13 @@ def is_on_device(event: Any) -> bool:
 
 def is_on_host(event: Any) -> bool:
     """Whether a record is of an operator, not of a call of the GPU's driver, nor of memory."""
-    is_work = event.device_type() == DeviceType.CPU and event.linked_correlation_id() == 0
-    return bool(is_work and event.name() != "[memory]")
+    is_here = event.device_type() == DeviceType.CPU and event.name() != "[memory]"
+    return bool(is_here and not is_launch(event))
+
+
+def is_launch(event: Any) -> bool:
+    """Whether a record is of a call of the GPU's driver: cudaLaunchKernel, cuLaunchKernelEx."""
+    return _DRIVER.match(event.name()) is not None
 
 
 def _kernels(events: Iterable[Any]) -> list[Work]:

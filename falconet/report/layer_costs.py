@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from falconet.report.kernel_times import in_order, is_on_device, is_on_host, own_times, parents
+from falconet.report.kernel_times import in_order, is_launch, is_on_device, is_on_host, own_times, parents
 from falconet.report.trace import Traced
 
 Phase = Literal["forward", "backward", "optimizer", "other"]
@@ -218,10 +218,15 @@ def _spent(
             if not event.name().startswith(_MARK):  # Python's time
                 yield place, spent
         return
-    launched = {event.correlation_id(): place for event, place in zip(events, places, strict=True)}
-    for event in traced.events:
-        if is_on_device(event):
-            yield launched.get(event.linked_correlation_id(), _Place(None, "other")), event.duration_ns()
+    operators = {event.correlation_id(): place for event, place in zip(events, places, strict=True)}
+    launches = {event.correlation_id(): event.start_ns() for event in traced.events if is_launch(event)}
+    kernels = [event for event in traced.events if is_on_device(event)]
+    # A kernel that no operator of torch launched, such as one of Triton's in an optimizer, is known by its time alone.
+    times = [launches.get(kernel.correlation_id(), 0) for kernel in kernels]
+    order = sorted(range(len(kernels)), key=times.__getitem__)
+    timely = dict(zip(order, _whose([(times[at], None) for at in order], events, around, places), strict=True))
+    for at, kernel in enumerate(kernels):
+        yield operators.get(kernel.linked_correlation_id(), timely[at]), kernel.duration_ns()
 
 
 def _passes(events: Sequence[Any], places: Sequence[_Place]) -> list[tuple[int, int]]:
@@ -264,7 +269,7 @@ def _blocks(
 ) -> tuple[list[_Block], list[_Change]]:
     """What was allocated, and what was freed that is older."""
     changes = _changes(traced)
-    whose = _whose(changes, events, around, places)
+    whose = _whose([(change.time, change.thread) for change in changes], events, around, places)
     live: dict[int, tuple[_Change, _Place]] = {}
     blocks, older = [], []
     for change, place in zip(changes, whose, strict=True):
@@ -279,20 +284,24 @@ def _blocks(
 
 
 def _whose(
-    changes: Iterable[_Change], events: Sequence[Any], around: Sequence[int | None], places: Sequence[_Place]
+    moments: Iterable[tuple[int, int | None]],
+    events: Sequence[Any],
+    around: Sequence[int | None],
+    places: Sequence[_Place],
 ) -> list[_Place]:
-    """The innermost operator's place at each change; both come in order."""
-    by_thread: dict[int, list[int]] = defaultdict(list)
+    """The place of the innermost operator at each time in a thread, or in any if that is None; both come in order."""
+    begun: dict[int | None, list[int]] = defaultdict(list)
     for number, event in enumerate(events):
-        by_thread[event.start_thread_id()].append(number)
-    passed: dict[int, int] = defaultdict(int)
+        begun[event.start_thread_id()].append(number)
+        begun[None].append(number)
+    passed: dict[int | None, int] = defaultdict(int)
     found = []
-    for change in changes:
-        numbers = by_thread[change.thread]
-        while passed[change.thread] < len(numbers) and events[numbers[passed[change.thread]]].start_ns() <= change.time:
-            passed[change.thread] += 1
-        at: int | None = numbers[passed[change.thread] - 1] if passed[change.thread] else None
-        while at is not None and events[at].start_ns() + events[at].duration_ns() < change.time:
+    for time, thread in moments:
+        numbers = begun[thread]
+        while passed[thread] < len(numbers) and events[numbers[passed[thread]]].start_ns() <= time:
+            passed[thread] += 1
+        at: int | None = numbers[passed[thread] - 1] if passed[thread] else None
+        while at is not None and events[at].start_ns() + events[at].duration_ns() < time:
             at = around[at]
         found.append(_Place(None, "other") if at is None else places[at])
     return found

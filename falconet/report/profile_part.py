@@ -252,7 +252,7 @@ def _kernels(profile: Profile) -> str:
                 Cell(f"{share:.1f}", by=share, bar=share),
             ]
         )
-    more = f"<p>{profile.left_out:,} more take less time.</p>" if profile.left_out else ""
+    more = f"<p>{profile.left_out:,} more {what} take less time each.</p>" if profile.left_out else ""
     title = f"Costliest {what}"
     return f"<h3>{title}</h3>{table(title, heads, rows, tall=len(rows) > 12)}{more}"
 

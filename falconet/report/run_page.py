@@ -543,7 +543,10 @@ def _layers(run: RunFiles) -> str:
     work = sum(layer.multiplications or 0 for layer in layers)
     is_timed = any(layer.milliseconds is not None for layer in layers)
     heads = [Column("layer"), Column("kind"), Column("output"), Column("parameters", is_number=True)]
-    heads += [Column("multiplications", is_number=True), *([Column("ms", is_number=True)] if is_timed else [])]
+    heads += [
+        Column("multiplications", is_number=True),
+        *([Column("ms per update", is_number=True)] if is_timed else []),
+    ]
     rows = []
     for layer in layers[:MOST_LAYERS]:
         own, made = layer.multiplications, layer.milliseconds

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
+from torch._C._autograd import DeviceType, _profiler_enabled
 from torch.profiler import ProfilerActivity, profile
 
 from falconet import writing
@@ -55,6 +55,8 @@ class Traced:
 
 def started(device: torch.device, *, memory: bool = False) -> Tracing:
     """Start a profiler once the device is idle; `memory`: every allocation is recorded, too."""
+    if _profiler_enabled():
+        raise ConfigError("another profiler is running")
     settle(device)
     os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)  # read when the first profiler starts
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]

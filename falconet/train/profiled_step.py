@@ -70,7 +70,7 @@ class ProfiledStep:
         with self.pause():
             try:
                 self._tracing = trace.started(self._device, memory=memory)
-            except RuntimeError as error:  # another profiler is running
+            except (UserError, RuntimeError) as error:  # torch's, if the device's driver refuses
                 self._broken(error)
 
     def _look(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
@@ -95,6 +95,8 @@ class ProfiledStep:
             traced = trace.stopped(tracing)
             calls = self._last - self._first
             times = kernel_times(traced, calls=calls)
+            if not times["kinds"]:
+                self._say("note: the profile has no kernels, because the GPU's driver lets this user trace none")
             summary = {**self.facts, "what": "update", "traced": calls, "last": update + 1, **times}
             if self._layers is not None:
                 summary |= {"layers": self._layers.to_json(), "memory": self._layers.memory}
