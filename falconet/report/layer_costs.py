@@ -7,9 +7,10 @@ reverses, which autograd's sequence numbers tell.
 
 import contextlib
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import mode
 from typing import Any, Literal, NamedTuple
 
 from torch import fx, nn
@@ -118,7 +119,7 @@ class LayerCosts:
     rows: Sequence[Row]
     rest: Mapping[Phase, float]  # milliseconds in no layer
     memory: Row
-    passes: int = field(default=1)  # forward passes: micro-batches
+    passes: int  # micro-batches
 
     def to_json(self) -> Row:
         return {"rows": list(self.rows), "rest": dict(self.rest), "passes": self.passes}
@@ -147,7 +148,7 @@ def layer_costs(traced: Traced, layers: Layers, *, before: int | None) -> LayerC
             costs[block.place.layer].made += block.bytes
         elif any(begin <= block.begin < end and (block.end is None or block.end >= end) for begin, end in passes):
             costs[block.place.layer].kept += block.bytes
-    count = max(1, len(passes))
+    count = _micro_batches(hosted, places)
     rows = [_row(layers, number, costs[number], passes=count) for number in range(len(layers.called))]
     shown = [row for row in rows if any(row[name] for name in ("forward", "backward", "kept", "made"))]
     memory = _memory(blocks, freed, hosted, places, before=before, names=layers.called)
@@ -240,6 +241,13 @@ def _passes(events: Sequence[Any], places: Sequence[_Place]) -> list[tuple[int, 
             found.append((begun, ended))
             begun = ended = 0
     return [*found, (begun, ended)] if begun else found
+
+
+def _micro_batches(events: Sequence[Any], places: Sequence[_Place]) -> int:
+    """How often most layers were called; a pipeline calls them for several micro-batches before the backward pass."""
+    marked = (event for event, place in zip(events, places, strict=True) if place.phase == "forward")
+    calls = Counter(event.name() for event in marked if event.name().startswith(_MARK))
+    return mode(calls.values()) if calls else 1
 
 
 class _Change(NamedTuple):

@@ -103,6 +103,14 @@ def test_memory_is_that_of_a_micro_batch_and_time_that_of_the_update():
     assert {name: row["kept"] for name, row in once.items()} == {name: row["kept"] for name, row in twice.items()}
 
 
+def test_micro_batches_before_one_backward_pass_count_each():
+    """As in a pipeline."""
+    model = Small()
+    costs, _ = profiled(model, lambda x: model(x) + model(x))
+    assert costs.passes == 2
+    assert by_name(costs)["stem"]["kept"] == IMAGES * 4 * 16 * 16 * 4
+
+
 def test_the_memory_of_an_update_has_a_peak_and_phases():
     model = Small()
     costs, _ = profiled(model)
