@@ -1,7 +1,8 @@
 """A step of which some updates are profiled: one layer by layer, the next ones kernel by kernel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,13 +13,25 @@ from falconet.errors import UserError
 from falconet.report import trace
 from falconet.report.console import Say, counted
 from falconet.report.kernel_times import brief, kernel_times
-from falconet.report.layer_costs import LayerCosts, Layers, layer_costs
+from falconet.report.layer_costs import Layers, layer_costs
 from falconet.report.trace import BEFORE, FILES, TRACED, Tracing
 from falconet.train.step import Step, Update
 
 LOOKED = 3  # the update that is profiled layer by layer: the last one that is never captured as a CUDA graph
 NEEDED = BEFORE + TRACED
 Pause = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is profiled, and where that goes."""
+
+    model: nn.Module  # whose names layers have
+    device: torch.device
+    folder: Path
+    say: Say
+    pause: Pause = nullcontext  # excludes time from training
+    facts: Mapping[str, object] = field(default_factory=dict)  # about the run, for the report
 
 
 class ProfiledStep:
@@ -28,25 +41,20 @@ class ProfiledStep:
     come from later ones, as all the others are made. Whatever goes wrong costs a line and no update.
     """
 
-    def __init__(
-        self, step: Step, model: nn.Module, folder: Path, *, device: torch.device, updates: int, say: Say
-    ) -> None:
+    def __init__(self, step: Step, subject: Subject, *, updates: int) -> None:
         """`updates`: how many there will be; of a short run, less is profiled."""
-        self._step, self._model, self._folder, self._device, self._say = step, model, folder, device, say
-        self._updates = updates
+        self._step, self._subject, self._updates = step, subject, updates
         self._looked = min(LOOKED, updates - 1)  # 0: none
         self._first = min(BEFORE, updates - 1)  # made before the trace begins
         self._last = min(self._first + TRACED, updates)
         self._done = 0
         self._tracing: Tracing | None = None
-        self._layers: LayerCosts | None = None
+        self._found: dict[str, object] = {}
         self._is_broken = False
-        self.pause: Pause = nullcontext  # excludes time from training
-        self.facts: dict[str, object] = {}  # about the run, for the report
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         if self._done == 0 and self._updates < NEEDED:
-            self._say(_short(self._updates))
+            self._subject.say(_short(self._updates))
         if self._first == self._done == 0:
             self._begin()
         if self._done + 1 == self._looked:
@@ -64,55 +72,57 @@ class ProfiledStep:
         """Stop a profiler that an interruption left running."""
         tracing, self._tracing = self._tracing, None
         if tracing is not None:
-            trace.stopped(tracing)
+            tracing.profiler.stop()
 
     def _begin(self, *, memory: bool = False) -> None:
-        with self.pause():
+        trace.settle(self._subject.device)  # before the pause: what the device still computes is training time
+        with self._subject.pause():
             try:
-                self._tracing = trace.started(self._device, memory=memory)
+                self._tracing = trace.started(self._subject.device, memory=memory)
             except (UserError, RuntimeError) as error:  # torch's, if the device's driver refuses
                 self._broken(error)
 
     def _look(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         """Make an update whose layers are marked."""
-        layers = Layers(self._model)
+        layers, device = Layers(self._subject.model), self._subject.device
         with trace.warnings_withheld():
             self._begin(memory=True)
-            before = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
-            try:
-                with layers.marked() if self._tracing else nullcontext():
-                    return self._step(micro_batches, update=update, lr=lr)
-            finally:
-                tracing, self._tracing = self._tracing, None
-                if tracing is not None:
-                    with self.pause():
-                        self._layers = layer_costs(trace.stopped(tracing), layers, before=before)
-                        self.facts["looked"] = update + 1
+            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+            with layers.marked() if self._tracing else nullcontext():
+                made = self._step(micro_batches, update=update, lr=lr)
+            tracing, self._tracing = self._tracing, None
+            if tracing is not None:
+                trace.settle(device)
+                with self._subject.pause():
+                    costs = layer_costs(trace.stopped(tracing), layers, before=before)
+                self._found = {"looked": update + 1, "layers": costs.to_json(), "memory": costs.memory}
+            return made
 
     def _end(self, tracing: Tracing, *, update: int) -> None:
         self._tracing = None
-        with self.pause():  # takes seconds
+        trace.settle(self._subject.device)
+        with self._subject.pause():  # takes seconds
             traced = trace.stopped(tracing)
             calls = self._last - self._first
             times = kernel_times(traced, calls=calls)
             if not times["kinds"]:
-                self._say("note: the profile has no kernels, because the GPU's driver lets this user trace none")
-            summary = {**self.facts, "what": "update", "traced": calls, "last": update + 1, **times}
-            if self._layers is not None:
-                summary |= {"layers": self._layers.to_json(), "memory": self._layers.memory}
+                self._subject.say(
+                    "note: the profile has no kernels, because the GPU's driver lets this user trace none"
+                )
+            about = {**self._subject.facts, "what": "update", "traced": calls, "last": update + 1}
             try:
-                trace.write(traced, summary, self._folder)
+                trace.write(traced, {**about, **times, **self._found}, self._subject.folder)
             except UserError as error:
                 self._broken(error)
             else:
-                self._say(
-                    f"profiled {counted(calls, 'update')} of {brief(times)}; see {', '.join(FILES)} and the report"
-                )
+                self._subject.say(f"profiled {counted(calls, 'update')} of {brief(times)}; see {', '.join(FILES)}")
 
     def _broken(self, error: Exception) -> None:
         if not self._is_broken:  # one line is enough
             self._is_broken = True
-            self._say(f"note: there is no profile: {str(error).partition(chr(10))[0]}; training is not affected")
+            self._subject.say(
+                f"note: there is no profile: {str(error).partition(chr(10))[0]}; training is not affected"
+            )
 
 
 def _short(updates: int) -> str:

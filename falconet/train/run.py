@@ -56,7 +56,7 @@ from falconet.train.metrics import Best, Measurements, NotFiniteError
 from falconet.train.placement import TrainingLoader
 from falconet.train.plan import Plan, phases_of
 from falconet.train.processes import Launch
-from falconet.train.profiled_step import ProfiledStep
+from falconet.train.profiled_step import ProfiledStep, Subject
 from falconet.train.record import Recorder
 from falconet.train.save import Identity, Saving
 from falconet.train.step import ShownStep, Step, TimedStep, moments_of
@@ -479,10 +479,15 @@ def _profiled(built: BuiltPhase, step: TimedStep, folder: Path, state: TrainStat
     world, left = built.site.world, built.plan.updates - state.progress.update
     if not built.options.logging.profile or not world.is_first or left < 1:
         return None
-    profiled = ProfiledStep(step, state.model, folder, device=world.device, updates=left, say=built.site.screen.line)
-    profiled.pause = step.stopwatch.standing
-    profiled.facts = {"captured": built.uncaptured is None, "processes": world.size, "batch": built.plan.global_batch}
-    return profiled
+    subject = Subject(
+        model=state.model,
+        device=world.device,
+        folder=folder,
+        say=built.site.screen.line,
+        pause=step.stopwatch.standing,
+        facts={"captured": built.uncaptured is None, "processes": world.size, "batch": built.plan.global_batch},
+    )
+    return ProfiledStep(step, subject, updates=left)
 
 
 def _shown(built: BuiltPhase, step: Step) -> Step:

@@ -19,7 +19,7 @@ from falconet.report import trace
 from falconet.report.throughput import Stopwatch
 from falconet.report.trace import FILES, TABLE, TRACE
 from falconet.train import profiled_step
-from falconet.train.profiled_step import LOOKED, NEEDED, ProfiledStep
+from falconet.train.profiled_step import LOOKED, NEEDED, ProfiledStep, Subject
 from falconet.train.step import TimedStep
 from tiny import TINY
 
@@ -42,11 +42,9 @@ class Counted:
 def profiled_of(step, folder, *, updates, said=None, pause=nullcontext):
     model = nn.Module()
     model.layer = step.layer
-    found = ProfiledStep(
-        step, model, folder, device=CPU, updates=updates, say=[].append if said is None else said.append
-    )
-    found.pause = pause
-    return found
+    say = [].append if said is None else said.append
+    subject = Subject(model=model, device=CPU, folder=folder, say=say, pause=pause)
+    return ProfiledStep(step, subject, updates=updates)
 
 
 @pytest.mark.parametrize(
