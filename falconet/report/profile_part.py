@@ -147,7 +147,7 @@ def _memory(content: object) -> MemoryCurve | None:
         return None
     layers, phase = content.get("peak_layers"), text(content.get("peak_phase"))
     named = [text(name) for name in layers[:MOST_NAMES]] if isinstance(layers, list) else []
-    where = " + ".join(named) if named else "no layer"
+    where = _joined(named) if named else "no layer"
     return MemoryCurve(
         points=found,
         milliseconds=lasts,
@@ -158,6 +158,15 @@ def _memory(content: object) -> MemoryCurve | None:
         is_whole=content.get("is_whole") is True,
         phases=list(_phases(content.get("phases"), lasts)),
     )
+
+
+def _joined(names: Sequence[str]) -> str:
+    """`conv1`, `bn1 + act1`, or `layer1.0: bn1 + act1` of layers that run as one."""
+    inside = [name.rpartition(".")[0] for name in names]
+    block = min(inside, key=len)
+    if len(names) == 1 or not block or not all(f"{each}.".startswith(f"{block}.") for each in inside):
+        return " + ".join(names)
+    return f"{block}: {' + '.join(name[len(block) + 1 :] for name in names)}"
 
 
 PHASES = ("forward", "backward", "optimizer")
@@ -258,6 +267,9 @@ def _kernels(profile: Profile) -> str:
 
 
 def _short(name: str) -> str:
+    """The name of a kernel without what all of torch's have."""
+    for common in ("void ", "at::native::", "(anonymous namespace)::"):
+        name = name.replace(common, "")
     return name if len(name) <= 120 else f"{name[:117]}..."
 
 
@@ -273,7 +285,7 @@ def _layers(profile: Profile) -> str:
         share = 100 * (each.forward + each.backward) / whole
         rows.append(
             [
-                Cell(" + ".join(each.names), is_mono=True),
+                Cell(_joined(each.names), is_mono=True),
                 Cell(each.kind),
                 Cell(f"{each.forward:.3f}", by=each.forward),
                 Cell(f"{each.backward:.3f}", by=each.backward),

@@ -42,6 +42,27 @@ def test_layers_have_time_and_memory_of_both_passes():
     assert "In no layer: optimizer 0.75 ms." in found
 
 
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["layer1.0.bn1"], "layer1.0.bn1"),
+        (["bn1", "act1"], "bn1 + act1"),
+        (["layer1.0.bn3", "layer1.0.downsample.1", "layer1.0.act3"], "layer1.0: bn3 + downsample.1 + act3"),
+        (["layer1.0.bn3", "layer1.01.act3"], "layer1.0.bn3 + layer1.01.act3"),
+        (["layer1.0.bn3", "act"], "layer1.0.bn3 + act"),
+    ],
+)
+def test_layers_that_run_as_one_have_short_names(names, shown):
+    row = {"names": names, "kind": "FusedNorm", "forward": 1, "backward": 1, "kept": 1, "made": 1}
+    assert f" {shown} FusedNorm " in words(part(layers={"rows": [row]}))
+
+
+def test_the_names_of_torchs_kernels_are_short():
+    name = "void at::native::(anonymous namespace)::max_pool_forward_nhwc<c10::Half>"
+    kernels = [{"name": name, "kind": "pooling", "calls": 1, "milliseconds": 1}]
+    assert " max_pool_forward_nhwc&lt;c10::Half&gt; pooling " in words(part(kernels=kernels))
+
+
 def test_the_memory_has_its_peak_and_phases():
     html = part()
     assert "Peak 3 GiB, 4 ms after the begin, in conv1, backward. 1 GiB were allocated before." in words(html)
