@@ -33,6 +33,7 @@ class Layers:
     """The layers of a model by their names, and those that stand for several of them as one."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._names = {module: name for name, module in model.named_modules()}
         self._order = {name: place for place, name in enumerate(self._names.values())}
         self._numbers: dict[nn.Module, int] = {}
@@ -45,9 +46,10 @@ class Layers:
             names = self._names_of(module)
             if not names:
                 return None
-            self._numbers[module] = len(self.called)
-            self.called.append(names)
-            self.kinds.append(type(module).__name__)
+            if names not in self.called:
+                self.called.append(names)
+                self.kinds.append(type(self._model.get_submodule(names[0]) if len(names) == 1 else module).__name__)
+            self._numbers[module] = self.called.index(names)  # one that computes another in its place is the same
         return self._numbers[module]
 
     def _names_of(self, module: nn.Module) -> tuple[str, ...]:
@@ -148,7 +150,7 @@ def layer_costs(traced: Traced, layers: Layers, *, before: int | None) -> LayerC
             costs[block.place.layer].made += block.bytes
         elif any(begin <= block.begin < end and (block.end is None or block.end >= end) for begin, end in passes):
             costs[block.place.layer].kept += block.bytes
-    count = _micro_batches(hosted, places)
+    count = _micro_batches(hosted, around, places)
     rows = [_row(layers, number, costs[number], passes=count) for number in range(len(layers.called))]
     shown = [row for row in rows if any(row[name] for name in ("forward", "backward", "kept", "made"))]
     memory = _memory(blocks, freed, hosted, places, before=before, names=layers.called)
@@ -243,10 +245,13 @@ def _passes(events: Sequence[Any], places: Sequence[_Place]) -> list[tuple[int, 
     return [*found, (begun, ended)] if begun else found
 
 
-def _micro_batches(events: Sequence[Any], places: Sequence[_Place]) -> int:
+def _micro_batches(events: Sequence[Any], around: Sequence[int | None], places: Sequence[_Place]) -> int:
     """How often most layers were called; a pipeline calls them for several micro-batches before the backward pass."""
-    marked = (event for event, place in zip(events, places, strict=True) if place.phase == "forward")
-    calls = Counter(event.name() for event in marked if event.name().startswith(_MARK))
+    calls: Counter[int | None] = Counter()
+    for event, parent, place in zip(events, around, places, strict=True):
+        is_inner = parent is not None and places[parent] == place  # of a layer that computes it in its place
+        if event.name().startswith(_MARK) and place.phase == "forward" and not is_inner:
+            calls[place.layer] += 1
     return mode(calls.values()) if calls else 1
 
 

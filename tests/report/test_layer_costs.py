@@ -166,6 +166,29 @@ def test_a_layer_that_stands_for_several_has_their_names():
     assert rows["block.conv+block.norm"]["kind"] == "Joined"
 
 
+class Instead(nn.Module):
+    """Computes a layer in its place, as our own convolutions do, or leaves it to the layer."""
+
+    def __init__(self, conv, *, itself):
+        super().__init__()
+        self.conv, self.itself = conv, itself
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.conv.weight, self.conv.bias) if self.itself else self.conv(2 * x)
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_layer_that_another_one_computes_has_one_row(itself):
+    model = Small()
+    instead = Instead(model.stem, itself=itself)
+    costs, _ = profiled(model, instead)
+    (row,) = costs.rows
+    assert costs.passes == 1
+    assert (row["names"], row["kind"]) == (["stem"], "Conv2d")
+    assert row["forward"] > 0
+    assert row["backward"] > 0
+
+
 def test_the_layers_of_a_fused_model_have_the_names_of_the_model():
     model = Small()
     names = {name for name, _ in model.named_modules()}
