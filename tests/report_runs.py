@@ -101,3 +101,55 @@ def write_run(folder, *, epochs=3, names=("cat", "dog", "owl"), options=(), poin
         }
         (saved / "manifest.json").write_text(json.dumps(manifest))
     return folder
+
+
+def profile(**more):
+    """A summary of --profile: 10 ms an update, 6 of them convolutions and 2 idle; three layers, two of them as one."""
+    return {
+        "what": "update",
+        "device": "cuda",
+        "captured": True,
+        "processes": 1,
+        "traced": 2,
+        "last": 6,
+        "looked": 3,
+        "milliseconds": 10.0,
+        "idle": 2.0,
+        "kinds": [
+            {"kind": "norm", "calls": 4, "milliseconds": 2.0},
+            {"kind": "convolution, forward", "calls": 2, "milliseconds": 6.0},
+        ],
+        "kernels": [
+            {"name": "sm90_xmma_fprop", "kind": "convolution, forward", "calls": 2, "milliseconds": 6.0},
+            {"name": "_normalise", "kind": "norm", "calls": 4, "milliseconds": 2.0},
+        ],
+        "left_out": 7,
+        "layers": {
+            "rows": [
+                {"names": ["conv1"], "kind": "Conv2d", "forward": 1.0, "backward": 2.5, "kept": 2**20, "made": 2**21},
+                {
+                    "names": ["bn1", "act1"],
+                    "kind": "FusedNorm",
+                    "forward": 0.5,
+                    "backward": 1.0,
+                    "kept": 512,
+                    "made": 0,
+                },
+            ],
+            "rest": {"forward": 0.0, "backward": 0.0, "optimizer": 0.75, "other": 0.0},
+            "passes": 4,
+        },
+        "memory": {
+            "is_whole": True,
+            "before": 2**30,
+            "after": 2**30,
+            "peak": 3 * 2**30,
+            "peak_at": 4.0,
+            "peak_phase": "backward",
+            "peak_layers": ["conv1"],
+            "milliseconds": 8.0,
+            "points": [2**30, 2 * 2**30, 3 * 2**30, 2**30],
+            "phases": [["forward", 0.0, 4.0], ["backward", 4.0, 7.0], ["optimizer", 7.0, 8.0]],
+        },
+        **more,
+    }

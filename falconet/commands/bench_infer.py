@@ -37,12 +37,12 @@ from falconet.numerics.precision import (
 from falconet.parallel import environment
 from falconet.parallel.division import PROCESSES_PER_CORE, processes_of
 from falconet.parallel.world import World, cores, device_kind, open_machine
-from falconet.report import console
+from falconet.report import console, trace
 from falconet.report import inference as lines
 from falconet.report.console import Say, are
 from falconet.report.folders import RUNS
+from falconet.report.kernel_times import brief, kernel_times
 from falconet.report.styles import FALCONET, Conventions
-from falconet.report.trace import TABLE, TRACE, TRACED, write_trace
 from falconet.train import saved_model
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
@@ -116,8 +116,14 @@ def _trace(subject: Subject, world: World) -> None:
     predict, folder = _predictor(subject, world, console.spoken(world)), Path(os.environ.get(RUNS) or "profile")
     images = [batch.images.to(world.device) for batch in _batches(subject, world)]
     if world.is_first:
-        write_trace(lambda number: predict(images[number % len(images)]), folder, device=world.device)
-        console.screen_of(world).line(f"traced {TRACED} batches into {folder}: {TRACE} and {TABLE}; nothing measured")
+        traced = trace.trace_calls(lambda number: predict(images[number % len(images)]), device=world.device)
+        times = kernel_times(traced, calls=trace.TRACED)
+        facts = {"captured": isinstance(predict, Captured), "processes": world.size, "batch": len(images[0])}
+        trace.write(traced, {**facts, "what": "batch", "traced": trace.TRACED, **times}, folder)
+        named = ", ".join(trace.FILES)
+        screen = console.screen_of(world)
+        screen.line(f"traced {trace.TRACED} batches into {folder}: {named}; nothing measured")
+        screen.line(f"a batch takes {brief(times)}")
 
 
 def folding(asked: int, *, place: environment.Place | None, here: int) -> str:

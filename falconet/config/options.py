@@ -514,7 +514,7 @@ class Logging:
     wandb: bool = local(False, again="continue uploading")
     """Also log to Weights & Biases; offline if there is no key or no connection."""
     profile: bool = local(False, again="trace updates")
-    """Trace three updates with torch.profiler: profile.json (chrome://tracing) and profile.txt in the run folder."""
+    """Profile some of the first updates: kernels, layers and memory in the report; profile.json.gz (for Perfetto)."""
     wandb_project: str = local("falconet", again="upload to the same project")
     """Weights & Biases project."""
     weight_histogram: bool = local(False, again="continue the histograms")
@@ -671,7 +671,7 @@ class Inference:
     half_partial: bool = False
     """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
     profile: bool = local(False)
-    """Instead, trace three batches with torch.profiler: profile/profile.json (chrome://tracing) and profile.txt."""
+    """Instead, trace two batches: profile/profile.json.gz (for Perfetto), profile.txt and profile_summary.json."""
     plan: bool = local(False)
     """Print what would be measured, then exit."""
 

@@ -250,9 +250,7 @@ PROGRAMS = (
                 choices=("real", "synthetic", "generated"),
             ),
             same("--precision", "text", "16.16", choices=("16.16", "32.32")),
-            same(
-                "--profile", "flag", effect="torch.profiler for three batches; nothing is measured, as in the original"
-            ),
+            same("--profile", "flag", effect="torch.profiler for two batches; nothing is measured, as in the original"),
             becomes(
                 "--random-weights",
                 "flag",

@@ -26,7 +26,7 @@ MODELS = (
     # Releases up to SDK 2.6; their benchmarks measure some of them.
     *("resnext50", "resnext101", *(f"efficientnet-b{size}" for size in (1, 2, 3, 5, 6, 7))),
 )
-TRACED_UPDATES = 6  # three before, three under the profiler
+TRACED_UPDATES = 6  # four before, two under the profiler
 IMAGENET_PIXELS = (("0.485", "0.456", "0.406"), ("0.229", "0.224", "0.225"))  # mean and deviation
 IMAGENET = "/localdata/datasets/imagenet-raw-data"  # the original's default
 OFFLINE = "there is no ahead-of-time compilation; the plan is printed instead, without running it"
@@ -238,12 +238,10 @@ def profile(old: Values) -> Iterable[Effect]:
     yield To("profile")
     if _ends_when_traced(old):
         yield To("updates", (str(TRACED_UPDATES),))
-        yield Note(
-            f"--profile: ends after {TRACED_UPDATES} updates, the last three of them traced; nothing is validated"
-        )
+        yield Note(f"--profile: ends after {TRACED_UPDATES} updates, the last two of them traced; nothing is validated")
     else:
         yield Note(
-            "--profile: three updates are traced; training continues after them, because --half-res-training and"
+            "--profile: two updates are traced; training continues after them, because --half-res-training and"
             " --initial-loss-scaling need whole epochs"
         )
 

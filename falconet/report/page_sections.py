@@ -7,6 +7,7 @@ from falconet.report.curves import short
 from falconet.report.epochs import in_short
 from falconet.report.page_answers import answers_part
 from falconet.report.page_parts import Cell, Column, details, facts, inert, table, tiles
+from falconet.report.profile_part import profile_part, read_profile, timed
 from falconet.report.run_files import RunFiles
 
 MOST_LAYERS = 1000
@@ -14,6 +15,7 @@ TITLES = {  # of a section, and in the list of sections
     "wrong": ("Where it is wrong", "Where it is wrong"),
     "seen": ("What the network saw", "What it saw"),
     "layers": ("Layers", "Layers"),
+    "profile": ("Profile", "Profile"),
     "checkpoints": ("Checkpoints", "Checkpoints"),
     "options": ("Plan and options", "Plan and options"),
     "environment": ("Environment", "Environment"),
@@ -26,6 +28,7 @@ def sections_of(run: RunFiles, prefix: str) -> dict[str, str]:
         "wrong": answers_part(run.answers, matrix=f"{prefix}matrix") if run.answers else "",
         "seen": _seen(run),
         "layers": _layers(run),
+        "profile": profile_part(read_profile(run.profile)),
         "checkpoints": _checkpoints(run),
         "options": _options(run),
         "environment": facts(run.environment.items()) if run.environment else "",
@@ -47,18 +50,22 @@ def _seen(run: RunFiles) -> str:
 def _layers(run: RunFiles) -> str:
     if not run.layers:
         return ""
-    total = sum(layer.parameters for layer in run.layers)
-    work = sum(layer.multiplications or 0 for layer in run.layers)
-    timed = any(layer.milliseconds is not None for layer in run.layers)
+    layers = timed(run.layers, read_profile(run.profile))
+    total = sum(layer.parameters for layer in layers)
+    work = sum(layer.multiplications or 0 for layer in layers)
+    is_timed = any(layer.milliseconds is not None for layer in layers)
     heads = [Column("layer"), Column("kind"), Column("output"), Column("parameters", is_number=True)]
-    heads += [Column("multiplications", is_number=True), *([Column("ms", is_number=True)] if timed else [])]
+    heads += [
+        Column("multiplications", is_number=True),
+        *([Column("ms per update", is_number=True)] if is_timed else []),
+    ]
     rows = []
-    for layer in run.layers[:MOST_LAYERS]:
+    for layer in layers[:MOST_LAYERS]:
         own, made = layer.multiplications, layer.milliseconds
         row = [Cell(layer.name, is_mono=True), Cell(layer.kind), Cell(layer.output or "-", is_mono=True)]
         row.append(Cell(f"{layer.parameters:,}", by=layer.parameters, bar=100 * layer.parameters / max(1, total)))
         row.append(Cell("-", by=-1) if own is None else Cell(_large(own), by=own, bar=100 * own / max(1, work)))
-        row += [Cell("-", by=-1) if made is None else Cell(f"{made:.3f}", by=made)] if timed else []
+        row += [Cell("-", by=-1) if made is None else Cell(f"{made:.3f}", by=made)] if is_timed else []
         rows.append(row)
     words = f"{counted(len(run.layers), 'layer')}, {total:,} parameters"
     words += f", {_large(work)} multiplications for one image." if work else "."

@@ -21,6 +21,7 @@ CONFIG, PLAN, METRICS, TIMES, SUMMARY = "config.yaml", "plan.txt", "metrics.json
 REPORT, RESULTS, RECORDS = "report.html", "results.csv", "report"  # RECORDS: the folder of what only a report needs
 ANSWERS, SEEN, LAYERS = f"{RECORDS}/answers.json", f"{RECORDS}/batch.json", f"{RECORDS}/layers.json"
 ENVIRONMENT, MEMORY = f"{RECORDS}/environment.json", f"{RECORDS}/memory.jsonl"
+PROFILE = "profile_summary.json"  # of --profile
 VALIDATED = "validation.json"  # what `falconet validate` wrote, for runs without answers of their own
 CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
 MOST_CHECKPOINTS = 100
@@ -105,6 +106,7 @@ class RunFiles:
     layers: Sequence[Layer] = ()
     checkpoints: Sequence[SavedCheckpoint] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    profile: Mapping[str, Any] = field(default_factory=dict)  # as it is on disk: `profile_part` checks it
     problems: Sequence[str] = ()  # a line each
 
     @property
@@ -153,6 +155,7 @@ def read_run(folder: Path, *, state: State | None = None) -> RunFiles:
                 for name, value in list(files.json(ENVIRONMENT).items())[:100]
                 if isinstance(value, str | int | float)
             },
+            profile=files.json(PROFILE),
             problems=files.problems,
         )
 

@@ -56,9 +56,10 @@ from falconet.train.metrics import Best, Measurements, NotFiniteError
 from falconet.train.placement import TrainingLoader
 from falconet.train.plan import Plan, phases_of
 from falconet.train.processes import Launch
+from falconet.train.profiled_step import ProfiledStep, Subject
 from falconet.train.record import Recorder
 from falconet.train.save import Identity, Saving
-from falconet.train.step import ProfiledStep, ShownStep, Step, TimedStep, moments_of
+from falconet.train.step import ShownStep, Step, TimedStep, moments_of
 from falconet.train.stop import StopRequest
 
 
@@ -374,7 +375,8 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     stopwatch = Stopwatch(moments=moments_of(world.device), seconds=state.progress.seconds)
     recorder = _recorder(built, session, update=state.progress.update, stopwatch=stopwatch)
     timed = TimedStep(recorder.watched(built.step(state)), stopwatch)
-    step = _shown(built, _profiled(built, timed, folder, state))
+    profiled = _profiled(built, timed, folder, state)
+    step = _shown(built, profiled or timed)
     before = energy.joules(world.device)
     output = _output(built, state, session, stopwatch=stopwatch, best=best)
     writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)
@@ -388,6 +390,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         ),
         writer,
         screen,
+        contextlib.closing(profiled) if profiled else contextlib.nullcontext(),
         stop.heard(),
         _saved_together(saving),
     ):
@@ -471,12 +474,20 @@ def _saved_together(saving: Saving) -> Iterator[None]:
         raise failed.error from failed.error.__cause__
 
 
-def _profiled(built: BuiltPhase, step: TimedStep, folder: Path, state: TrainState) -> Step:
-    """The step, traced for a while in the first process if that was asked for."""
+def _profiled(built: BuiltPhase, step: TimedStep, folder: Path, state: TrainState) -> ProfiledStep | None:
+    """The step, profiled for a while in the first process if that was asked for."""
     world, left = built.site.world, built.plan.updates - state.progress.update
-    if not built.options.logging.profile or not world.is_first:
-        return step
-    return ProfiledStep(step, folder, device=world.device, updates=left, pause=step.stopwatch.standing)
+    if not built.options.logging.profile or not world.is_first or left < 1:
+        return None
+    subject = Subject(
+        model=state.model,
+        device=world.device,
+        folder=folder,
+        say=built.site.screen.line,
+        pause=step.stopwatch.standing,
+        facts={"captured": built.uncaptured is None, "processes": world.size, "batch": built.plan.global_batch},
+    )
+    return ProfiledStep(step, subject, updates=left)
 
 
 def _shown(built: BuiltPhase, step: Step) -> Step:

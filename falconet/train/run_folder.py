@@ -35,7 +35,7 @@ from falconet.errors import (
     named_option,
 )
 from falconet.models import zoo
-from falconet.report import plots, terminal_plot
+from falconet.report import plots, terminal_plot, trace
 from falconet.report.console import Say, counted
 from falconet.report.epochs import BEST, Metric, in_short, span
 from falconet.report.folders import RunShape
@@ -129,7 +129,7 @@ TIMES, CHECKPOINTS = "updates.jsonl", "checkpoints"
 # Checked for links before the first update, so that none is found after the last one.
 WRITTEN = (
     *(CONFIG, PLAN, METRICS, TIMES, SUMMARY, "validation.csv", "training.csv", "log.txt"),
-    *(CHECKPOINTS, "tensorboard", "wandb", "profile.json", "profile.txt"),
+    *(CHECKPOINTS, "tensorboard", "wandb", *trace.FILES),
     *(REPORT, RESULTS, RECORDS, plots.FOLDER),
 )
 OURS = frozenset({"model", "data", "optimizer", "micro-batch-size"})  # options that identify a config.yaml as ours

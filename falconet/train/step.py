@@ -3,16 +3,14 @@
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.profiler import profile
 
 from falconet.data import mixing
 from falconet.data.buffers import Batch
@@ -24,9 +22,7 @@ from falconet.optim.half_optimizers import HalfOptimizer
 from falconet.optim.optimizers import set_lr
 from falconet.parallel.data_parallel import OneReplica, Replicas
 from falconet.parallel.zero import ShardedReplicas
-from falconet.report import trace
 from falconet.report.throughput import HostMoments, Moments, Stopwatch
-from falconet.report.trace import BEFORE, TRACED
 from falconet.train.loss import Loss
 
 SEEDS = 1 << 63  # torch takes seeds below this
@@ -372,40 +368,3 @@ class ShownStep:
             if self._copied is not None:
                 self._copied.record()
         return made
-
-
-Pause = Callable[[], AbstractContextManager[None]]
-
-
-class ProfiledStep:
-    """A step of which some updates are traced; training is not changed."""
-
-    def __init__(self, step: Step, folder: Path, *, device: torch.device, updates: int, pause: Pause) -> None:
-        """`updates`: how many there will be; a short run is traced to its end. `pause`: excludes time from training."""
-        self._step, self._folder, self._device, self._pause = step, folder, device, pause
-        self._first = min(BEFORE, max(0, updates - TRACED))
-        self._last = min(self._first + TRACED, updates)
-        self._done = 0
-        self._profile: profile | None = None
-
-    def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
-        if self._first == self._done == 0:
-            self._begin()
-        made = self._step(micro_batches, update=update, lr=lr)
-        self._done += 1
-        if self._done == self._first:  # here, not in the next call, because the wait for its images is traced too
-            self._begin()
-        if self._done == self._last and self._profile is not None:
-            self._end(self._profile)
-        return made
-
-    def _begin(self) -> None:
-        trace.settle(self._device)
-        with self._pause():
-            self._profile = trace.started(self._device)
-
-    def _end(self, traced: profile) -> None:
-        trace.settle(self._device)
-        with self._pause():  # takes seconds
-            trace.write(traced, self._folder, device=self._device)
-        self._profile = None

@@ -1,5 +1,6 @@
 """`falconet bench infer`: the lines, the file, a checkpoint's model, several processes."""
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -247,11 +248,15 @@ def test_the_plan_of_repetitions(falconet):
 def test_profile_traces_instead_of_measuring(falconet):
     answer = falconet(f"{SMALL} --profile")
     assert answer.code == 0, answer.err
-    assert "traced 3 batches into profile" in answer.out
+    assert "traced 2 batches into profile: profile.json.gz, profile.txt, profile_summary.json;" in answer.out
+    assert "\na batch takes " in answer.out
     assert "throughput" not in answer.out
-    events = json.loads(Path("profile/profile.json").read_text())["traceEvents"]
+    events = json.loads(gzip.decompress(Path("profile/profile.json.gz").read_bytes()))["traceEvents"]
     assert any("conv" in event.get("name", "") for event in events)
     assert "conv" in Path("profile/profile.txt").read_text()
+    summary = json.loads(Path("profile/profile_summary.json").read_text())
+    assert summary["what"] == "batch"
+    assert "convolution, forward" in [each["kind"] for each in summary["kinds"]]
 
 
 def test_plan_reports_what_would_be_measured(falconet):

@@ -113,7 +113,7 @@ def test_sink_is_not_started_and_a_note_reports_it(falconet, trained, victim, mo
     assert answer.code == 0, answer.err
     assert answer.out.count(f"note: --{sink} is not taken from a checkpoint; {SINKS[sink]}\n") == 1
     assert not Path("dl/tensorboard").exists()
-    assert not Path("dl/profile.json").exists()
+    assert not Path("dl/profile.json.gz").exists()
 
 
 def test_other_checkpoints_are_not_read(falconet, trained, victim):
@@ -159,7 +159,7 @@ def test_only_the_line_chooses_host_port_and_url():
 
 WRITTEN = (
     *("config.yaml", "plan.txt", "metrics.jsonl", "updates.jsonl", "summary.json", "validation.csv", "training.csv"),
-    *("log.txt", "checkpoints", "tensorboard", "wandb", "profile.json", "profile.txt"),
+    *("log.txt", "checkpoints", "tensorboard", "wandb", "profile.json.gz", "profile.txt", "profile_summary.json"),
 )
 
 

@@ -189,7 +189,7 @@ ENDS = {
     "": ({"validate-checkpoints": None, "validation-mode": "after", "updates": None}, None),
     "--profile": (
         {"profile": "", "updates": "6", "validation-mode": "none"},
-        "--profile: ends after 6 updates, the last three of them traced; nothing is validated",
+        "--profile: ends after 6 updates, the last two of them traced; nothing is validated",
     ),
     "--profile --checkpoint-input-path d": ({"validate-checkpoints": None, "updates": "6"}, "ends after 6 updates"),
     "--profile --initial-loss-scaling 2 --loss-scaling 8": (

@@ -18,7 +18,7 @@ def log(folder):
 
 def traced(folder):
     device = torch.device("cpu")
-    trace.write(trace.started(device), folder, device=device)
+    trace.write(trace.stopped(trace.started(device)), {}, folder)
 
 
 WRITERS = {
@@ -33,8 +33,9 @@ WRITERS = {
     "validation.csv": lambda folder: log(folder).row("validation.csv", {"epoch": 1}, update=1),
     "app.json": lambda folder: log(folder).json("app.json", {}),
     "log_str.txt": lambda folder: log(folder).text("log_str.txt", "a line"),
-    "profile.json": traced,
+    "profile.json.gz": traced,
     "profile.txt": traced,
+    "profile_summary.json": traced,
 }
 
 

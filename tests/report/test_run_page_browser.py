@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 import browsing
 from falconet.report import run_page
 from falconet.report.run_files import read_run
-from report_runs import answers, write_run
+from report_runs import answers, profile, write_run
 from served import LIMIT
 
 pytestmark = pytest.mark.dist
@@ -200,3 +200,20 @@ def test_every_figure_has_a_name_for_those_who_cannot_see_it(visit, tmp_path):
     assert page.locator("html").get_attribute("lang") == "en"
     loss = page.locator("#chart-loss").get_attribute("aria-label")
     assert "0.6667 after epoch 3" in loss
+
+
+def test_a_profile_is_drawn_sorts_and_fits_a_phone(visit, tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "profile_summary.json").write_text(json.dumps(profile()))
+    page = visit(folder)
+    bars = [box["width"] for box in (each.bounding_box() for each in page.locator(".share i").all())]
+    assert bars[0] == pytest.approx(3 * bars[1], rel=0.01)  # 6 ms and 2 ms
+    area, peak = page.locator(".memory .area").bounding_box(), page.locator(".memory .peak").bounding_box()
+    assert peak["x"] + peak["width"] / 2 == pytest.approx(area["x"] + area["width"] / 2, abs=1)  # 4 of 8 ms
+    assert peak["y"] + peak["height"] / 2 == pytest.approx(area["y"] + area["height"] * (1 - 1 / 1.08), abs=1)
+    table = page.locator("[aria-label='Time and memory by layer'] table")
+    table.get_by_role("button", name="forward, ms").click()
+    table.get_by_role("button", name="forward, ms").click()  # the least first
+    expect(table.locator("tbody tr").first).to_contain_text("bn1 + act1")
+    narrow = visit(folder, width=390)
+    assert narrow.evaluate("document.documentElement.scrollWidth") <= 390
