@@ -32,7 +32,7 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     ),
     (
         "copies",
-        r"^Memcpy|^_pack$|^_expand$|convertTensor|setTensor|^Memset|nchwToNhwc|nhwcToNchw|CatArray|copy_kernel|_to_copy|aten::(copy_|cat|clone|contiguous)$",
+        r"^Memcpy|AddPadding|^_pack$|^_expand$|convertTensor|setTensor|^Memset|nchwToNhwc|nhwcToNchw|CatArray|copy_kernel|_to_copy|aten::(copy_|cat|clone|contiguous)$",
     ),
     ("copies", r"aten::(pin_memory|_pin_memory|index_select|stack|fill_|zero_)$|FillFunctor|tensorTransformGeneric"),
     # Norms come before convolutions, because cuDNN's are in the same namespaces.
@@ -53,7 +53,10 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
         "convolution, gradient of the input",
         r"dgrad|bwd_?data|backward_?(data|input)|conv_depthwise2d_backward|^_spread$",
     ),
-    ("convolution, backward", r"convolution_backward|ConvolutionBackward|^_convolve_back$|^_spread_and_sum$"),
+    (
+        "convolution, backward",
+        r"convolution_?backward|init_device_workspace|^_convolve_back$|^_spread_and_sum$",
+    ),
     (
         "convolution, forward",
         r"fprop|^_convolve$|conv(2d|olve|olution)|winograd|fft2d_|implicit_(gemm|precomp)|cudnn::cnn",

@@ -11,6 +11,7 @@ from falconet.report.kernel_kinds import kind_of
 NAMES = {
     "convolution, forward": (
         "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x32x32_stage4_warpsize4x1x1_g1",
+        "sm90_xmma_fprop_image_first_layer_f16f16_f32_f16_nhwckrsc_nh",
         "sm86_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32",
         "void cutlass_cudnn::Kernel<cutlass_tensorop_s1688fprop_optimized_tf32_128x128_16x4_nhwc_align4>(Params)",
         "void implicit_convolve_sgemm<float, float, 1024, 5, 5, 3, 3, 3, 1, false, false, true>(int, int, int)",
@@ -37,7 +38,12 @@ NAMES = {
         "void at::native::(anonymous namespace)::conv_depthwise2d_grad_weight_kernel<float, int>(PackedTensorAccessor)",
         "_sum_products",
     ),
-    "convolution, backward": ("aten::convolution_backward", "_convolve_back", "_spread_and_sum"),
+    "convolution, backward": (
+        "aten::convolution_backward",
+        "cask_plugin__5x_cudnn::xmma__5x_cudnn::init_device_workspace",
+        "_convolve_back",
+        "_spread_and_sum",
+    ),
     "norm": (
         "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, int, 512, true, 1, true>(cudnnTensorStruct, float const*)",
         "void cudnn::bn_fw_tr_1C11_singleread<float, 512, true>",
@@ -87,6 +93,7 @@ NAMES = {
         "_ratios",
     ),
     "copies": (
+        "nhwcAddPaddingKernel",
         "Memcpy HtoD (Pinned -> Device)",
         "Memcpy DtoD (Device -> Device)",
         "Memset (Device)",
