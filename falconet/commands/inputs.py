@@ -115,6 +115,10 @@ def check(options: Any) -> None:
             raise ConfigError("expected one or more run folders, as in `falconet report runs/my-run`")
         if options.report.save_plots:
             _require_plots()
+    elif isinstance(options, commands.WatchOptions):
+        useless = [name for name, set_ in {"port": options.watch.port != "auto", "browser": options.watch.browser}.items() if set_]
+        if useless and not options.watch.page:
+            raise ConfigError(f"--{useless[0]}: needs --page")
     elif isinstance(options, commands.ServeOptions):
         _check_served(options)
     elif isinstance(options, commands.PredictOptions):

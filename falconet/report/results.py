@@ -81,3 +81,16 @@ def _differ(values: Sequence[Stated | None]) -> bool:
     known = [each for each in values if each is not None]
     is_set = len(known) < len(values) and any(each.source != DEFAULT for each in known)
     return len({each.value for each in known}) > 1 or is_set
+
+
+def about_of(run: RunFiles) -> str:
+    """The model, the images and the device."""
+    named = [run.options[name].value for name in ("model", "data") if name in run.options]
+    if named[1:] == ["folder"] and "data-dir" in run.options:
+        named[1] = run.options["data-dir"].value.rstrip("/").rpartition("/")[2]
+    return " · ".join([*named, *([run.environment["device"]] if "device" in run.environment else [])])
+
+
+def last_of(run: RunFiles, metric: str) -> float | None:
+    """The newest value of a metric."""
+    return next((each.metrics[metric] for each in reversed(run.moments) if metric in each.metrics), None)
