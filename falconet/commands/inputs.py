@@ -116,7 +116,11 @@ def check(options: Any) -> None:
         if options.report.save_plots:
             _require_plots()
     elif isinstance(options, commands.WatchOptions):
-        useless = [name for name, set_ in {"port": options.watch.port != "auto", "browser": options.watch.browser}.items() if set_]
+        useless = [
+            name
+            for name, set_ in {"port": options.watch.port != "auto", "browser": options.watch.browser}.items()
+            if set_
+        ]
         if useless and not options.watch.page:
             raise ConfigError(f"--{useless[0]}: needs --page")
     elif isinstance(options, commands.ServeOptions):

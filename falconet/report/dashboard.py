@@ -15,7 +15,7 @@ from falconet.report.curves import epoch_rows
 from falconet.report.epochs import in_short, span
 from falconet.report.foreign_folder import number
 from falconet.report.gpu_driver import Gauge
-from falconet.report.progress import Progress, Tone, progress_of, state_in_words
+from falconet.report.progress import Progress, Tone, left_in_words, progress_of, state_in_words
 from falconet.report.results import about_of, best_of, last_of
 from falconet.report.run_files import RunFiles
 
@@ -61,10 +61,10 @@ def run_lines(run: RunFiles, place: Place, *, where: Path, gauges: Sequence[Gaug
     """One run, in as many lines as there is room for."""
     words, tone = state_in_words(run)
     progress = progress_of(run, clock=place.clock)
-    head = [_between(Text(str(where), style="bold"), Text(words, style=STYLES[tone]), place.width)]
-    if cell_len(str(where)) + cell_len(words) + 2 > place.width:
-        head = [Text(str(where), style="bold"), Text(words, style=STYLES[tone])]
-    head += [Text(each, style="dim") for each in filter(None, [about_of(run)])]
+    named, state = Text(printable(str(where)), style="bold"), Text(printable(words), style=STYLES[tone])
+    fits = named.cell_len + state.cell_len + len(GAP) <= place.width
+    head = [_between(named, state, place.width)] if fits else [named, state]
+    head += [Text(printable(each), style="dim") for each in filter(None, [about_of(run)])]
     head += [_bar(progress, place)]
     now = [Text(line) for line in _wrapped(_facts(run, place), place.width)]
     now += [Text(_fitted(line, place.width)) for line in _gauge_lines(run, gauges)]
@@ -90,7 +90,7 @@ def _bar(progress: Progress, place: Place) -> Text:
         return Text(f"{left}, update {progress.update:,}")
     right = f"{100 * progress.share:3.0f} %"
     if progress.seconds_left is not None:
-        right += f", about {span(progress.seconds_left)} left"
+        right += f", {left_in_words(progress.seconds_left)}"
     room = place.width - cell_len(left) - cell_len(right) - 2 * len(GAP)
     if room < 5:
         return Text(f"{left}, {right}")
@@ -101,7 +101,7 @@ def _bar(progress: Progress, place: Place) -> Text:
 
 def _facts(run: RunFiles, place: Place) -> list[str]:
     """What is known at the last log point, and the best so far."""
-    found, best = list[str](), best_of(run)
+    found, best = list[str]() if run.moments else ["no log points yet"], best_of(run)
     if best:
         name = "accuracy" if run.metric == "accuracy" else run.metric
         found.append(f"best {name} {best[0]:.2f} % after epoch {in_short(best[1])}")
@@ -122,7 +122,7 @@ def _facts(run: RunFiles, place: Place) -> list[str]:
     elif run.written is not None:
         since = max(0.0, place.clock() - run.written)
         found.append(f"last log point {span(since)} ago")
-    return found or ["no log points yet"]
+    return found
 
 
 def _gauge_lines(run: RunFiles, gauges: Sequence[Gauge]) -> list[str]:
@@ -242,7 +242,7 @@ def runs_lines(runs: Mapping[str, RunFiles], place: Place, *, where: Path, left_
     names = [_fitted(printable(name), space) for name in shown]
     table = table_lines([Column("run", names, is_left=True), *columns], place.width) if names else []
     left = count - len(shown)
-    lines = [_between(Text(str(where), style="bold"), words, place.width), Text(), *table]
+    lines = [_between(Text(printable(str(where)), style="bold"), words, place.width), Text(), *table]
     return _finished([*lines, *([Text(f"and {left:,} older", style="dim")] if left else [])], place)
 
 

@@ -14,14 +14,14 @@ from falconet.report import run_page
 from falconet.report.console import counted
 from falconet.report.curves import charts_of
 from falconet.report.dashboard import short_state
-from falconet.report.epochs import in_short, rate, span
+from falconet.report.epochs import in_short, rate
 from falconet.report.followed_runs import FollowedFolder, FollowedRun, what_is_there
 from falconet.report.live_server import Answer
 from falconet.report.page_curves import curves_section, figures, numbers_part
 from falconet.report.page_document import document
 from falconet.report.page_parts import Cell, Column, inert, table
 from falconet.report.page_sections import TITLES, sections_of
-from falconet.report.progress import progress_of, state_in_words
+from falconet.report.progress import left_in_words, progress_of, state_in_words
 from falconet.report.results import about_of, best_of, last_of
 from falconet.report.run_files import RunFiles, read_all
 
@@ -140,17 +140,11 @@ def _progress(run: RunFiles) -> str:
     words = f"epoch {in_short(progress.epoch)}{of}"
     if progress.share is None:
         return f'<p class="progress">{words}</p>'
-    left = f", about {span(_steady(progress.seconds_left))} left" if progress.seconds_left is not None else ""
+    left = f", {left_in_words(progress.seconds_left)}" if progress.seconds_left is not None else ""
     return (
         f'<p class="progress"><progress max="1" value="{progress.share:.4f}" aria-label="Progress"></progress>'
         f" {words}{left}</p>"
     )
-
-
-def _steady(seconds: float) -> float:
-    """Rounded, so that the page does not change every second."""
-    step = 1 if seconds < 60 else 10 if seconds < 600 else 60
-    return step * round(seconds / step)
 
 
 class LiveFolder:
@@ -196,7 +190,7 @@ def _gone_note(gone: str) -> str:
 
 def _runs_table(runs: Mapping[str, RunFiles], left_out: int) -> str:
     heads = [Column("run"), Column("state")]
-    heads += [Column(name, is_number=True) for name in ("epoch", "best, %", "images/s", "left", "last log point")]
+    heads += [Column(name, is_number=True) for name in ("epoch", "best, %", "images/s", "time", "last log point")]
     heads.append(Column("what"))
     rows = []
     for name, run in runs.items():
@@ -210,7 +204,7 @@ def _runs_table(runs: Mapping[str, RunFiles], left_out: int) -> str:
                 Cell(f"{in_short(progress.epoch)}{of}", by=progress.epoch),
                 Cell(f"{best[0]:.2f}", by=best[0]) if best else Cell("-", by=-1),
                 Cell(rate(speed), by=speed) if speed is not None else Cell("-", by=-1),
-                Cell(f"about {span(_steady(left))}", by=left) if left is not None else Cell("-", by=-1),
+                Cell(left_in_words(left), by=left) if left is not None else Cell("-", by=-1),
                 Cell(time.strftime("%Y-%m-%d %H:%M", time.localtime(written)), by=written)
                 if written
                 else Cell("-", by=0),
@@ -220,7 +214,7 @@ def _runs_table(runs: Mapping[str, RunFiles], left_out: int) -> str:
     if not rows:
         return "<p>There are no runs yet.</p>"
     more = f"<p>{counted(left_out, 'older run')} not shown.</p>" if left_out else ""
-    return table("Runs", heads, rows) + more
+    return f'<div class="runs">{table("Runs", heads, rows)}</div>{more}'
 
 
 class Waiting:
@@ -259,7 +253,8 @@ class Site:
             if self._clock() - self._looked >= LEAST_SECONDS:
                 if isinstance(self._home, Waiting):
                     with contextlib.suppress(DataError):  # such as half of a copied folder
-                        self._home = self._found()
+                        found = self._found()
+                        self._home = self._home if isinstance(found, Waiting) else found
                 self._home.look()
                 self._looked = self._clock()
             is_news, place = path[-1:] == (NEWS,), path[:-1] if path[-1:] == (NEWS,) else path

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from falconet.report.epochs import span
 from falconet.report.run_files import RunFiles
 
 RECENT_UPDATES = 200  # whose mean time is taken for those to come
@@ -50,6 +51,12 @@ def _seconds_left(run: RunFiles, updates: int, *, now: float) -> float | None:
     per_update += sum(validated) / max(1, run.moments[-1].update)
     since = now - run.written if run.written is not None else 0.0
     return max(0.0, updates * per_update - max(0.0, since))
+
+
+def left_in_words(seconds: float) -> str:
+    """`about 7m10s left`, rounded, because it is a guess."""
+    step = 1 if seconds < 60 else 10 if seconds < 600 else 60
+    return f"about {span(step * round(seconds / step)).replace('.0s', 's')} left"
 
 
 def state_in_words(run: RunFiles) -> tuple[str, Tone]:
