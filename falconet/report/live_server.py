@@ -16,6 +16,7 @@ HOST, PORT, TRIED = "127.0.0.1", 8600, 20  # ports that are tried in turn
 IDLE_SECONDS = 60.0  # for a client to send a request, or to take an answer
 HEADERS = {
     "Cache-Control": "no-store",
+    "Connection": "close",  # else every open page would hold a thread
     "Content-Security-Policy": "frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",

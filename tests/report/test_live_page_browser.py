@@ -12,8 +12,13 @@ from falconet.report import live_server
 from falconet.report.live_site import Site
 from growing_runs import growing
 from report_runs import answers, write_run
+from runs import wait_for
 
 EVIL = "<img src=x onerror=\"document.title='owned'\">"
+SHOWN = """(() => {
+    const { x } = uPlot.sync("falconet").plots.find((each) => each.root.parentElement.id === "chart-loss").scales;
+    return [x.min, x.max];
+})()"""
 POINTS = "report.data.charts[0].data[0].length"
 
 
@@ -60,7 +65,7 @@ def test_marks_grow_while_the_page_is_open(tmp_path, serve, visit):
         assert page.evaluate(POINTS) == 3
         assert "epoch 3 of 20" in page.locator(".progress").inner_text()
         run.grow(2)
-        page.wait_for_function(f"{POINTS} === 5")
+        wait_for(lambda: page.evaluate(POINTS) == 5, "5 points")
         expect(page.locator(".card.main dd")).to_have_text("88.00 %")  # 100 - 60 / 5
         expect(page.locator("#chart-loss + figcaption")).to_contain_text("after epoch 5")
         run.end()
@@ -78,7 +83,7 @@ def test_a_page_that_was_opened_before_the_first_log_point_gets_its_charts(tmp_p
         page.locator("button.log").click()
         expect(page.locator("button.log")).to_have_attribute("aria-pressed", "true")
         run.grow(3)
-        page.wait_for_function(f"{POINTS} === 5")
+        wait_for(lambda: page.evaluate(POINTS) == 5, "5 points")
         expect(page.locator("#chart-loss canvas")).to_have_count(1)
         expect(page.locator("button.log")).to_have_attribute("aria-pressed", "true")
 
@@ -86,15 +91,13 @@ def test_a_page_that_was_opened_before_the_first_log_point_gets_its_charts(tmp_p
 def test_zoom_sort_folds_and_scroll_stay(tmp_path, serve, visit):
     with growing(tmp_path / "run", 15) as run:
         page = visit(serve(run.folder), viewport={"width": 900, "height": 600})
+        page.locator("#chart-loss").scroll_into_view_if_needed()
         box = page.locator("#chart-loss .u-over").bounding_box()
         page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 40)
         page.mouse.down()
         page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 60, steps=4)
         page.mouse.up()
-        scale = """[...document.querySelectorAll('#chart-loss .u-axis')].length && (() => {
-            const all = uPlot.sync('falconet').plots; const one = all.find((each) => each.root.parentElement.id === 'chart-loss');
-            return [one.scales.x.min, one.scales.x.max]; })()"""
-        zoom = page.evaluate(scale)
+        zoom = page.evaluate(SHOWN)
         assert 1 < zoom[0] < zoom[1] < 15
         page.get_by_text("Every epoch in numbers").click()
         table = page.locator("table", has_text="Epochs of run")
@@ -105,8 +108,8 @@ def test_zoom_sort_folds_and_scroll_stay(tmp_path, serve, visit):
         page.locator("#r0-layers").scroll_into_view_if_needed()
         where = page.locator("#r0-layers").bounding_box()["y"]
         run.grow(2)
-        page.wait_for_function(f"{POINTS} === 17")
-        assert page.evaluate(scale) == zoom
+        wait_for(lambda: page.evaluate(POINTS) == 17, "17 points")
+        assert page.evaluate(SHOWN) == zoom
         expect(table.locator("tbody tr")).to_have_count(17)
         expect(first).to_have_text("1")
         expect(table.locator("th[aria-sort=descending]")).to_have_text("train loss")
@@ -137,7 +140,7 @@ def test_a_server_that_ends_is_said_and_one_that_comes_back_is_followed(tmp_path
         assert page.evaluate(POINTS) == 2
         run.grow()
         serve(run.folder, server.port)
-        page.wait_for_function(f"{POINTS} === 3")
+        expect(page.locator("#chart-loss + figcaption")).to_contain_text("after epoch 3")
         expect(page.locator("#live")).to_have_text("Following")
 
 
@@ -152,7 +155,7 @@ def test_the_page_of_runs_gets_new_ones_and_leads_to_each(tmp_path, serve, visit
         page.get_by_role("link", name="new").click()
         expect(page.locator("h1")).to_contain_text("new under way")
         run.grow()
-        page.wait_for_function(f"{POINTS} === 5")
+        wait_for(lambda: page.evaluate(POINTS) == 5, "5 points")
         page.get_by_role("link", name="All runs").click()
         expect(page.locator("tbody tr")).to_have_count(2)
 
