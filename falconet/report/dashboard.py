@@ -16,7 +16,7 @@ from falconet.report.epochs import in_short, span
 from falconet.report.foreign_folder import number
 from falconet.report.gpu_driver import Gauge
 from falconet.report.progress import Progress, Tone, left_in_words, progress_of, state_in_words
-from falconet.report.results import about_of, best_of, last_of
+from falconet.report.results import MIXED, about_of, best_of, is_mixed, last_of
 from falconet.report.run_files import RunFiles
 
 STYLES: Mapping[Tone, str] = {"good": "green", "busy": "cyan", "bad": "yellow"}
@@ -226,7 +226,7 @@ def runs_lines(runs: Mapping[str, RunFiles], place: Place, *, where: Path, left_
     """A table of runs, the newest first."""
     going, count = sum(run.state == "going" for run in runs.values()), len(runs) + left_out
     words = Text(f"{counted(count, 'run')}, {going} under way", style=STYLES["busy" if going else "good"])
-    shown = dict(list(runs.items())[: max(1, place.height - 4)])
+    shown = dict(list(runs.items())[: max(1, place.height - 5)])
     rows = [_row(run, place) for run in shown.values()]
     tones = [STYLES[state_in_words(run)[1]] for run in shown.values()]
     columns = [
@@ -241,9 +241,9 @@ def runs_lines(runs: Mapping[str, RunFiles], place: Place, *, where: Path, left_
     space = max(NAME // 2, place.width - sum(each.width + len(GAP) for each in columns))
     names = [_fitted(printable(name), space) for name in shown]
     table = table_lines([Column("run", names, is_left=True), *columns], place.width) if names else []
-    left = count - len(shown)
+    left, mixed = count - len(shown), [Text(MIXED, style="dim")] if is_mixed(runs.values()) else []
     lines = [_between(Text(printable(str(where)), style="bold"), words, place.width), Text(), *table]
-    return _finished([*lines, *([Text(f"and {left:,} older", style="dim")] if left else [])], place)
+    return _finished([*lines, *([Text(f"and {left:,} older", style="dim")] if left else []), *mixed], place)
 
 
 def short_state(run: RunFiles) -> str:

@@ -22,7 +22,7 @@ from falconet.report.page_document import document
 from falconet.report.page_parts import Cell, Column, inert, table
 from falconet.report.page_sections import TITLES, sections_of
 from falconet.report.progress import left_in_words, progress_of, state_in_words
-from falconet.report.results import about_of, best_of, last_of
+from falconet.report.results import MIXED, about_of, best_of, is_mixed, last_of
 from falconet.report.run_files import RunFiles, read_all
 
 LEAST_SECONDS = 1.0  # between two looks at the files, however many pages are open
@@ -214,6 +214,7 @@ def _runs_table(runs: Mapping[str, RunFiles], left_out: int) -> str:
     if not rows:
         return "<p>There are no runs yet.</p>"
     more = f"<p>{counted(left_out, 'older run')} not shown.</p>" if left_out else ""
+    more += f"<p>{MIXED}</p>" if is_mixed(runs.values()) else ""
     return f'<div class="runs">{table("Runs", heads, rows)}</div>{more}'
 
 

@@ -18,7 +18,7 @@ def document(title: str, body: str, data: Mapping[str, object], *, follows: bool
     `follows`: it asks the server that it came from what is new.
     """
     names = ["uplot/uPlot.iife.min.js", "report.js", *(["live.js"] if follows else [])]
-    scripts = [_asset(name) for name in names]
+    scripts = [asset(name) for name in names]
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
@@ -26,7 +26,7 @@ def document(title: str, body: str, data: Mapping[str, object], *, follows: bool
     )
     # What would end the element, or start a comment in it, cannot occur in it.
     island = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    licence = inert(_asset("uplot/LICENSE"))
+    licence = inert(asset("uplot/LICENSE"))
     return "\n".join(
         [
             "<!doctype html>",
@@ -38,7 +38,7 @@ def document(title: str, body: str, data: Mapping[str, object], *, follows: bool
             '<meta name="color-scheme" content="light dark">',
             '<meta name="generator" content="falconet report">',
             f"<title>{inert(title)} - Falconet</title>",
-            f"<style>{_asset('uplot/uPlot.min.css')}{_asset('report.css')}</style>",
+            f"<style>{asset('uplot/uPlot.min.css')}{asset('base.css')}{asset('report.css')}</style>",
             "</head>",
             "<body>",
             f'<a class="skip" href="#main">Skip to the content</a>{body}',
@@ -54,7 +54,7 @@ def document(title: str, body: str, data: Mapping[str, object], *, follows: bool
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return files("falconet.report").joinpath(f"assets/{name}").read_text(encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """The headline numbers of runs, in words, and the options in which they differ."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from falconet.report.curves import short
 from falconet.report.epochs import in_short, span
@@ -94,3 +94,12 @@ def about_of(run: RunFiles) -> str:
 def last_of(run: RunFiles, metric: str) -> float | None:
     """The newest value of a metric."""
     return next((each.metrics[metric] for each in reversed(run.moments) if metric in each.metrics), None)
+
+
+MIXED = "The runs have different images: their accuracies cannot be compared."
+
+
+def is_mixed(runs: Iterable[RunFiles]) -> bool:
+    """Whether runs state different images, and so may have different classes."""
+    stated = [tuple(run.options[name].value for name in ("data", "data-dir") if name in run.options) for run in runs]
+    return len(set(filter(None, stated))) > 1

@@ -123,7 +123,14 @@ def test_a_folder_is_a_table_of_runs_the_newest_first(tmp_path):
 def test_a_table_of_runs_fits_and_keeps_both_ends_of_long_names(tmp_path, width):
     for number in range(3):
         write_run(tmp_path / f"resnet50_imagenet_20261118-0{number}0000_{'x' * 40}_end{number}")
-    lines = runs_shown(tmp_path, width=width, height=5)
+    lines = runs_shown(tmp_path, width=width, height=6)
     assert max(map(cell_len, lines)) <= width
     assert len(lines) == 5
     assert lines[-1] == "and 2 older"
+
+
+def test_runs_of_different_images_are_said_to_be_so(tmp_path):
+    write_run(tmp_path / "digits")
+    assert not any("different images" in line for line in runs_shown(tmp_path))
+    write_run(tmp_path / "photos", options=[("data", "folder", "line"), ("data-dir", "/photos", "line")])
+    assert runs_shown(tmp_path)[-1] == "The runs have different images: their accuracies cannot be compared."
