@@ -116,13 +116,10 @@ def check(options: Any) -> None:
         if options.report.save_plots:
             _require_plots()
     elif isinstance(options, commands.WatchOptions):
-        useless = [
-            name
-            for name, set_ in {"port": options.watch.port != "auto", "browser": options.watch.browser}.items()
-            if set_
-        ]
-        if useless and not options.watch.page:
-            raise ConfigError(f"--{useless[0]}: needs --page")
+        if options.watch.port != "auto" and not options.watch.page:
+            raise ConfigError("--port: needs --page")
+        if options.watch.browser and not options.watch.page:
+            raise ConfigError("--browser: needs --page")
     elif isinstance(options, commands.ServeOptions):
         _check_served(options)
     elif isinstance(options, commands.PredictOptions):

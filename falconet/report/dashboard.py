@@ -1,5 +1,6 @@
 """Runs on a terminal, as they are now: one with its curves and epochs, or a table of several."""
 
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from falconet.report.run_files import RunFiles
 
 STYLES: Mapping[Tone, str] = {"good": "green", "busy": "cyan", "bad": "yellow"}
 NARROW, WIDEST = 64, 60  # columns below which plots are stacked, and of one plot at most
+MOST_WORDS = 4  # lines of why a run failed
 FEW_ROWS = 4  # of the table that stay when there is little room
 GAP = "  "
 SPOKEN: Mapping[str, Callable[[float], str]] = {  # metrics of the last log point
@@ -63,7 +65,8 @@ def run_lines(run: RunFiles, place: Place, *, where: Path, gauges: Sequence[Gaug
     progress = progress_of(run, clock=place.clock)
     named, state = Text(printable(str(where)), style="bold"), Text(printable(words), style=STYLES[tone])
     fits = named.cell_len + state.cell_len + len(GAP) <= place.width
-    head = [_between(named, state, place.width)] if fits else [named, state]
+    below = [Text(line, style=STYLES[tone]) for line in textwrap.wrap(state.plain, place.width)[:MOST_WORDS]]
+    head = [_between(named, state, place.width)] if fits else [named, *below]
     head += [Text(printable(each), style="dim") for each in filter(None, [about_of(run)])]
     head += [_bar(progress, place)]
     now = [Text(line) for line in _wrapped(_facts(run, place), place.width)]
@@ -192,6 +195,7 @@ def _epoch_table(run: RunFiles, progress: Progress, width: int, room: int) -> li
         *column("train acc", "train_accuracy", _percent),
         *column("exact", "train_exact", _percent),
         *column("ema acc", "ema_accuracy", _percent),
+        *column("ema mAP", "ema_mAP", _percent),
         *column("lr", "lr", "{:.3g}".format),
         *column("images/s", "images_per_second", epochs.rate),
         *column("waiting", "waiting_percent", lambda value: f"{value:.0f}%"),

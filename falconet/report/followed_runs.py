@@ -45,8 +45,9 @@ class FollowedRun:
     def look(self) -> RunFiles:
         """The run as it is now; the same object if nothing has changed. DataError if it is gone."""
         with opened(self.folder, self._known) as files:
-            marks = (*map(files.mark, FOLLOWED), files.is_locked())
-            if self.run is None or marks != self._marks:
+            locked = files.is_locked()
+            marks = (*map(files.mark, FOLLOWED), locked)
+            if self.run is None or marks != self._marks or locked is None:  # without locks, time tells if it goes
                 self.run, self._marks = self._read(files), marks
             return self.run
 

@@ -13,6 +13,7 @@ from falconet.report.page_curves import chart_data, curves_section, figures, num
 from falconet.report.page_document import document
 from falconet.report.page_parts import Cell, Column, details, inert, table
 from falconet.report.page_sections import TITLES, sections_of
+from falconet.report.progress import state_in_words
 from falconet.report.results import about_of, differences, results_of
 from falconet.report.run_files import REPORT, RESULTS, RunFiles, State, read_run
 
@@ -58,9 +59,13 @@ def data_of(runs: Sequence[RunFiles], charts: Sequence[Chart]) -> dict[str, obje
 def _header(runs: Sequence[RunFiles], title: str, sections: Mapping[str, str]) -> str:
     """`sections`: of the first run, to which links lead if it is the only one."""
     if len(runs) == 1:
-        return header(runs[0], STATES[runs[0].state], sections)
+        return header(runs[0], _state(runs[0]), sections)
     about = ", ".join(run.name for run in runs)
     return banner("several", inert(title), about) + navigation({"comparison": "Comparison", "curves": "Curves"})
+
+
+def _state(run: RunFiles) -> str:
+    return STATES[run.state] if run.ending is None or run.state != "stopped" else state_in_words(run)[0]
 
 
 def header(run: RunFiles, state: str, sections: Iterable[str]) -> str:
@@ -106,7 +111,7 @@ def _comparison(runs: Sequence[RunFiles]) -> str:
     columns = [Column(""), *(Column(run.name) for run in runs)]
     results = [results_of(run) for run in runs]
     names = list(dict.fromkeys(name for found in results for name in found))
-    states = [Cell("state"), *(Cell(STATES[run.state]) for run in runs)]
+    states = [Cell("state"), *(Cell(_state(run)) for run in runs)]
     rows = [[Cell(name), *(Cell(found.get(name, "-")) for found in results)] for name in names]
     changed = [
         [Cell(f"--{name}", is_mono=True), *(Cell(value, is_mono=True) for value in values)]

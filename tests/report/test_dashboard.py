@@ -90,6 +90,16 @@ def test_a_run_without_log_points_and_a_damaged_one_are_shown(tmp_path):
         assert "note: run/metrics.jsonl: 2 lines are not JSON, and left out" in shown(FollowedRun(found.folder).look())
 
 
+def test_a_long_reason_is_shown_in_whole(tmp_path):
+    reason = (
+        "the loss is not a number after update 30; the newest checkpoint is runs/first/checkpoints/ckpt_1; try --lr"
+    )
+    with growing(tmp_path / "run", 3) as found:
+        found.end_early(kind="failed", reason=reason)
+        lines = shown(FollowedRun(found.folder).look(), width=60)
+    assert " ".join(lines[1:4]) == f"failed: {reason}"
+
+
 def test_hostile_text_acts_on_no_terminal(tmp_path):
     evil = "\x1b]0;owned\x07"
     with growing(tmp_path / "run", 2) as found:

@@ -135,9 +135,10 @@ def test_without_locks_a_run_that_has_just_written_counts_as_going(tmp_path, mon
             raise OSError(95, "Operation not supported")
 
         monkeypatch.setattr(foreign_folder.fcntl, "flock", refused)
-        assert FollowedRun(run.folder).look().state == "going"
+        followed = FollowedRun(run.folder)
+        assert followed.look().state == "going"
         monkeypatch.setattr("falconet.report.run_files.RECENT", 0.0)
-        assert FollowedRun(run.folder).look().state == "stopped"
+        assert followed.look().state == "stopped"
 
 
 def test_new_runs_of_a_folder_appear_those_going_first_and_removed_ones_go(tmp_path):
