@@ -65,7 +65,8 @@ def run_lines(run: RunFiles, place: Place, *, where: Path, gauges: Sequence[Gaug
     progress = progress_of(run, clock=place.clock)
     named, state = Text(printable(str(where)), style="bold"), Text(printable(words), style=STYLES[tone])
     fits = named.cell_len + state.cell_len + len(GAP) <= place.width
-    below = [Text(line, style=STYLES[tone]) for line in textwrap.wrap(state.plain, place.width)[:MOST_WORDS]]
+    wrapped = textwrap.wrap(state.plain, place.width, break_on_hyphens=False)[:MOST_WORDS]
+    below = [Text(line, style=STYLES[tone]) for line in wrapped]
     head = [_between(named, state, place.width)] if fits else [named, *below]
     head += [Text(printable(each), style="dim") for each in filter(None, [about_of(run)])]
     head += [_bar(progress, place)]
