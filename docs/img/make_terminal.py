@@ -1,21 +1,25 @@
-"""Draw docs/img/train.svg: a real `falconet train` in a temporary folder, as the terminal shows it."""
+"""Draw train.svg and watch.svg: a real `falconet train` in a temporary folder, and a look at one, on a terminal."""
 
 import io
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from falconet.report import terminal_plot
+from falconet.report import dashboard, terminal_plot
+from falconet.report.dashboard import Place
+from falconet.report.followed_runs import FollowedRun, what_is_there
 from falconet.report.run_files import read_run
 
 SHOWN = (1, 2, 3, 4, 5, 29, 30)  # epochs; the others are replaced by one line that says so
 COLUMNS = 100
+LOOKED_AT = 18  # epoch
 
 
 def trained() -> list[str]:
@@ -27,6 +31,21 @@ def trained() -> list[str]:
     lines = done.stdout.splitlines()
     end = next(place for place, text in enumerate(lines) if text.startswith("best accuracy")) - 1
     return [*lines[:end], *plot, *lines[end:]]
+
+
+def watched() -> list[Text]:
+    """What `falconet watch` shows of a run that is under way."""
+    with tempfile.TemporaryDirectory() as folder:
+        line = [sys.executable, "-m", "falconet", "train", "--run-dir", "runs/first"]
+        with subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL) as training:
+            followed: object = None
+            while not (isinstance(followed, FollowedRun) and followed.look().moments[LOOKED_AT - 1 :]):
+                time.sleep(0.1)
+                followed = what_is_there(Path(folder) / "runs/first") if (Path(folder) / "runs").is_dir() else None
+            place = Place(width=COLUMNS, height=32)
+            shown = dashboard.run_lines(followed.look(), place, where=Path("runs/first"))
+            training.wait()
+    return shown
 
 
 def shortened(lines: list[str]) -> list[str]:
@@ -45,19 +64,25 @@ def shortened(lines: list[str]) -> list[str]:
     return kept
 
 
-def draw(lines: list[str], target: Path) -> None:
+def styled(line: str) -> Text:
+    style = "bold" if line.startswith(("best accuracy", "  epoch")) else "dim" if line.startswith("[ ") else ""
+    text = line.lstrip()
+    # A segment of blanks is left out and the next one placed behind it; leading blanks, not every viewer keeps.
+    return Text.assemble((" " * (len(line) - len(text)), "dim"), (text, style))
+
+
+def draw(command: str, lines: list[Text], target: Path) -> None:
     """Write an SVG that fetches no fonts."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-    console.print(Text.assemble(("$ ", "bold green"), ("falconet train --run-dir runs/first", "bold")))
+    console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
     for line in lines:
-        style = "bold" if line.startswith(("best accuracy", "  epoch")) else "dim" if line.startswith("[ ") else ""
-        text = line.lstrip()
-        # A segment of blanks is left out and the next one placed behind it; leading blanks, not every viewer keeps.
-        console.print(Text.assemble((" " * (len(line) - len(text)), "dim"), (text, style)))
-    svg = console.export_svg(title="falconet train", theme=MONOKAI)
+        console.print(line)
+    svg = console.export_svg(title=" ".join(command.split()[:2]), theme=MONOKAI)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S).replace("Fira Code, monospace", "monospace")
     target.write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    draw(shortened(trained()), Path(__file__).with_name("train.svg"))
+    here = Path(__file__).parent
+    draw("falconet train --run-dir runs/first", [styled(line) for line in shortened(trained())], here / "train.svg")
+    draw("falconet watch runs/first", watched(), here / "watch.svg")

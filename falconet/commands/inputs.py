@@ -115,6 +115,11 @@ def check(options: Any) -> None:
             raise ConfigError("expected one or more run folders, as in `falconet report runs/my-run`")
         if options.report.save_plots:
             _require_plots()
+    elif isinstance(options, commands.WatchOptions):
+        if options.watch.port != "auto" and not options.watch.page:
+            raise ConfigError("--port: needs --page")
+        if options.watch.browser and not options.watch.page:
+            raise ConfigError("--browser: needs --page")
     elif isinstance(options, commands.ServeOptions):
         _check_served(options)
     elif isinstance(options, commands.PredictOptions):

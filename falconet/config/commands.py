@@ -48,6 +48,7 @@ from falconet.config.options import (
     Validation,
     Verify,
     Views,
+    Watch,
     Workspace,
 )
 
@@ -360,6 +361,17 @@ class ReportOptions(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchOptions(Command):
+    """Follow a run, or a folder of runs, as they go: on the terminal, or as a page in a browser."""
+
+    example = "falconet watch runs/my-run"
+    arguments = ("source",)
+    optional = ("source",)
+
+    watch: Watch = field(default_factory=Watch)
+
+
+@dataclass(frozen=True, kw_only=True)
 class UploadOptions(Command):
     """Upload the metrics of a finished run to Weights & Biases."""
 
@@ -413,6 +425,7 @@ COMMANDS: dict[str, type[Command]] = {  # by name, in the order of the overview
     "data pack": PackOptions,
     "data verify": VerifyOptions,
     "report": ReportOptions,
+    "watch": WatchOptions,
     "upload": UploadOptions,
     "models": ModelsOptions,
     "configs": ConfigsOptions,

@@ -962,6 +962,20 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Watch:
+    """What is watched, and where it is shown."""
+
+    source: Path | None = local(None)
+    """Run folder, or folder of runs; also the command's argument; default: runs, or what FALCONET_RUNS names."""
+    page: bool = local(False)
+    """Show the report as a page that follows the run, on 127.0.0.1, instead of on the terminal."""
+    port: Annotated[int, Between(0, 65535)] | Auto = local("auto")
+    """Port of the page; 0: any free one; auto: 8600, or the next free one."""
+    browser: bool = local(False)
+    """Also open the page in a browser."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Upload:
     """Which run is uploaded, and under which name."""
 

@@ -3,11 +3,12 @@
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from string import Template
 
 from falconet.report.console import counted
+from falconet.report.page_document import asset
+from falconet.report.page_parts import inert
 
 TEMPLATE = Path(__file__).with_name("data_page.html")
 FIRST_CLASSES = 40  # shown at once; the others when asked for
@@ -63,35 +64,31 @@ class Page:
     footer: str
 
 
-def text(value: str) -> str:
-    """Text for HTML; names of files may hold markup, and bytes that are no text."""
-    return escape(value.encode("utf-8", "backslashreplace").decode())
-
-
 def rendered(page: Page) -> str:
     template = Template(TEMPLATE.read_text(encoding="utf-8"))
     return template.substitute(
-        title=text(page.title),
-        subtitle=text(page.subtitle),
-        warning=f'<p class="warning">{text(page.warning)}</p>' if page.warning else "",
+        base=asset("base.css"),
+        title=inert(page.title),
+        subtitle=inert(page.subtitle),
+        warning=f'<p class="warning">{inert(page.warning)}</p>' if page.warning else "",
         tiles="\n".join(_tile(tile) for tile in page.tiles),
         contents=_contents(page.sections),
         sections=_sections(page.sections),
         classes=_classes(page),
         notes=_notes(page.notes),
-        footer=text(page.footer),
+        footer=inert(page.footer),
     )
 
 
 def _tile(tile: Tile) -> str:
-    return f'<li class="{tile.tone}"><b>{text(tile.number)}</b><span>{text(tile.words)}</span></li>'
+    return f'<li class="{tile.tone}"><b>{inert(tile.number)}</b><span>{inert(tile.words)}</span></li>'
 
 
 def _contents(sections: Sequence[Section]) -> str:
     rows = "\n".join(
-        f'<tr><td><a href="#finding-{number}">{text(_capital(section.title))}</a></td>'
+        f'<tr><td><a href="#finding-{number}">{inert(_capital(section.title))}</a></td>'
         f'<td class="number">{counted(section.count, section.unit)}</td>'
-        f'<td class="words">{text(section.meaning)}</td></tr>'
+        f'<td class="words">{inert(section.meaning)}</td></tr>'
         for number, section in enumerate(sections)
     )
     return f'<nav aria-label="Findings"><table>{rows}</table></nav>' if sections else ""
@@ -110,9 +107,9 @@ def _section(number: int, section: Section) -> str:
     left = section.count - shown
     more = f'<p class="more">and {counted(left, f"more {section.unit}")}, in the list</p>' if left > 0 else ""
     return (
-        f'<section id="finding-{number}" class="{wide}"><div class="head"><h2>{text(_capital(section.title))}</h2>'
+        f'<section id="finding-{number}" class="{wide}"><div class="head"><h2>{inert(_capital(section.title))}</h2>'
         f'<span class="chip{tone}">{counted(section.count, section.unit)}</span></div>'
-        f"<p>{text(section.meaning)}</p>{_rows(section)}{more}</section>"
+        f"<p>{inert(section.meaning)}</p>{_rows(section)}{more}</section>"
     )
 
 
@@ -122,7 +119,7 @@ def _capital(words: str) -> str:
 
 def _rows(section: Section) -> str:
     if section.names:
-        return f'<ul class="notes">{"".join(f"<li>{text(name)}</li>" for name in section.names)}</ul>'
+        return f'<ul class="notes">{"".join(f"<li>{inert(name)}</li>" for name in section.names)}</ul>'
     if section.are_groups:
         items = "".join(f'<li><ul class="photos">{"".join(map(_figure, row))}</ul></li>' for row in section.rows)
         return f'<ul class="groups">{items}</ul>'
@@ -138,14 +135,14 @@ def _figure(picture: Picture) -> str:
     return (
         f'<li><figure><div class="shown{two}">{images or "<span>no picture</span>"}</div>'
         f"<figcaption>{_path(picture.path)}"
-        f'<i><span class="side {side}">{text(picture.side)}</span> {text(picture.label)}</i>'
-        f"{f'<i>{text(picture.detail)}</i>' if picture.detail else ''}</figcaption></figure></li>"
+        f'<i><span class="side {side}">{inert(picture.side)}</span> {inert(picture.label)}</i>'
+        f"{f'<i>{inert(picture.detail)}</i>' if picture.detail else ''}</figcaption></figure></li>"
     )
 
 
 def _path(path: str) -> str:
     """A path that is broken after its slashes rather than within names."""
-    return text(path).replace("/", "/<wbr>")
+    return inert(path).replace("/", "/<wbr>")
 
 
 def _classes(page: Page) -> str:
@@ -164,7 +161,7 @@ def _classes(page: Page) -> str:
     more = f'<p class="more">and {counted(left, "more class")}, in the JSON</p>' if left > 0 else ""
     return (
         f'<section id="classes"><div class="head"><h2>Classes</h2><span class="key"><b class="bar train"></b>to train'
-        f'<b class="bar val"></b>to validate</span></div><p>{text(page.balance)}</p>'
+        f'<b class="bar val"></b>to validate</span></div><p>{inert(page.balance)}</p>'
         f'<table class="bars">{"".join(head)}</table>{rest}{more}</section>'
     )
 
@@ -172,12 +169,12 @@ def _classes(page: Page) -> str:
 def _bar(name: str, train: int, validation: int, most: int) -> str:
     widths = [100 * number / most for number in (train, validation)]
     return (
-        f'<tr><th scope="row">{text(name)}</th><td><div class="bar train" style="width:{widths[0]:.2f}%"></div>'
+        f'<tr><th scope="row">{inert(name)}</th><td><div class="bar train" style="width:{widths[0]:.2f}%"></div>'
         f'<div class="bar val" style="width:{widths[1]:.2f}%"></div></td>'
         f'<td class="number">{train:,} + {validation:,}</td></tr>'
     )
 
 
 def _notes(notes: Sequence[str]) -> str:
-    items = "".join(f"<li>{text(note)}</li>" for note in notes)
+    items = "".join(f"<li>{inert(note)}</li>" for note in notes)
     return f'<section id="notes"><h2>Notes</h2><ul class="notes">{items}</ul></section>' if notes else ""

@@ -8,21 +8,43 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from falconet.errors import printable
 
 MOST_BYTES = 64 << 20  # read of one file
+TAIL = 64  # bytes of a file that are compared before the rest is taken as known
+T = TypeVar("T")
 _OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class ForeignFolder:
-    """Opens files below a folder without following links, and collects what cannot be read."""
+Mark = tuple[int, int, int]  # of a file's content: inode, bytes, time of the last change in nanoseconds
 
-    def __init__(self, folder: Path) -> None:
+
+@dataclass(kw_only=True)
+class Known:
+    """What was read of a file, and how it looked then."""
+
+    mark: Mark
+    content: Any
+    problems: Sequence[str] = ()
+    until: int = 0  # bytes of whole lines
+    tail: bytes = b""  # the last of them: a file that was written anew may have the old one's inode
+
+
+class ForeignFolder:
+    """Opens files below a folder without following links, and collects what cannot be read.
+
+    Of a file that is known and has not changed since, nothing is read; of one that grows by lines, only what is new.
+    """
+
+    def __init__(self, folder: Path, known: dict[str, Known] | None = None) -> None:
+        """`known`: what was read before, which is added to here."""
         self.folder, self.problems = folder, list[str]()
+        self._known = {} if known is None else known
         self.root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def __enter__(self) -> "ForeignFolder":
@@ -36,6 +58,14 @@ class ForeignFolder:
             return True
         return False
 
+    def mark(self, name: str) -> Mark | None:
+        """What changes with a file, or with the names in a folder; None: there is none."""
+        try:
+            with self._opened(name) as handle:
+                return _mark(os.fstat(handle))
+        except OSError:
+            return None
+
     def names(self, subfolder: str) -> list[str]:
         """The folders in a subfolder."""
         try:
@@ -46,62 +76,93 @@ class ForeignFolder:
 
     def text(self, name: str, *, needed: bool = False) -> str:
         """The beginning of a file; empty if there is none."""
+        return self._read(name, lambda found: found.decode(errors="replace"), needed=needed) or ""
+
+    def json(self, name: str) -> dict[str, Any]:
+        """An object; empty if there is none."""
+
+        def parsed(data: bytes) -> dict[str, Any]:
+            content = _loaded(data.decode(errors="replace"))
+            if data and not isinstance(content, dict):
+                self._note(f"{name}: not JSON")
+            return content if isinstance(content, dict) else {}
+
+        return self._read(name, parsed) or {}
+
+    def _read(self, name: str, parse: Callable[[bytes], T], *, needed: bool = False) -> T | None:
+        """What `parse` makes of the beginning of a file; None: it cannot be read, or there is none."""
         try:
             with self._opened(name) as handle:
-                found = os.fstat(handle)
-                if not stat.S_ISREG(found.st_mode):
-                    raise OSError(f"{name} is not a file")
-                if found.st_size > MOST_BYTES:
-                    self._note(f"{name}: only the first {MOST_BYTES >> 20} MiB are shown")
-                with os.fdopen(os.dup(handle), "rb") as file:
-                    return file.read(MOST_BYTES).decode(errors="replace")
+                mark, known = _mark(_regular(handle, name)), self._known.get(name)
+                if known is None or known.mark != mark:
+                    before = len(self.problems)
+                    content = parse(self._bytes(handle, name, since=0))
+                    known = Known(mark=mark, content=content, problems=self.problems[before:])
+                    self._known[name] = known
+                else:
+                    self.problems += known.problems
+                found: T = known.content
+                return found
         except FileNotFoundError:
+            self._known.pop(name, None)
             if needed:
                 self._note(f"{name} is missing")
         except OSError as error:
             self._note(f"{name}: cannot be read: {error.strerror or error}")
-        return ""
+        return None
 
-    def json(self, name: str) -> dict[str, Any]:
-        """An object; empty if there is none."""
-        text = self.text(name)
-        if not text:
-            return {}
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """The objects of a file of JSON lines, the last of which is left out while it is being written."""
         try:
-            content = json.loads(text)
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            self._note(f"{name}: not JSON")
-            return {}
-        return content
-
-    def lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """The objects of a file of JSON lines, the last of which a killed run may have left torn."""
-        whole, end, rest = self.text(name).rpartition("\n")
-        bad = 0
-        for line in (*whole.split("\n"), rest) if end else (rest,):
-            try:
-                content = json.loads(line) if line else None
-            except (ValueError, RecursionError):
-                content = None
+            with self._opened(name) as handle:
+                mark, known = _mark(_regular(handle, name)), self._known.get(name)
+                if known is None or not self._has_grown(handle, mark, known):
+                    known = Known(mark=mark, content=([], [0]))
+                lines, bad = known.content
+                whole, end, rest = self._bytes(handle, name, since=known.until).rpartition(b"\n")
+        except FileNotFoundError:
+            self._known.pop(name, None)
+            return []
+        except OSError as error:
+            self._note(f"{name}: cannot be read: {error.strerror or error}")
+            return []
+        for line in filter(None, whole.split(b"\n")):
+            content = _loaded(line.decode(errors="replace"))
             if isinstance(content, dict):
-                yield content
-            elif line is rest and line:
-                self._note(f"{name}: the last line is torn, and left out")
+                lines.append(content)
             else:
-                bad += bool(line)
-        if bad:
-            self._note(f"{name}: {bad:,} {'line is' if bad == 1 else 'lines are'} not JSON, and left out")
+                bad[0] += 1
+        until, tail = known.until + len(whole) + len(end), (known.tail + whole + end)[-TAIL:]
+        self._known[name] = Known(mark=mark, content=known.content, until=until, tail=tail)
+        if bad[0]:
+            self._note(f"{name}: {bad[0]:,} {'line is' if bad[0] == 1 else 'lines are'} not JSON, and left out")
+        last = _loaded(rest.decode(errors="replace")) if rest else None
+        if isinstance(last, dict):
+            return [*lines, last]
+        if rest and not self.is_locked():
+            self._note(f"{name}: the last line is torn, and left out")
+        return list(lines)
 
-    def is_locked(self) -> bool:
-        """Whether a run holds the folder."""
+    def _has_grown(self, handle: int, mark: Mark, known: Known) -> bool:
+        """Whether a file of lines still starts with what is known of it."""
+        is_same = known.mark[0] == mark[0] and known.until <= mark[1]
+        return is_same and os.pread(handle, len(known.tail), known.until - len(known.tail)) == known.tail
+
+    def _bytes(self, handle: int, name: str, *, since: int) -> bytes:
+        if os.fstat(handle).st_size > MOST_BYTES:
+            self._note(f"{name}: only the first {MOST_BYTES >> 20} MiB are shown")
+        with os.fdopen(os.dup(handle), "rb") as file:
+            file.seek(since)
+            return file.read(max(0, MOST_BYTES - since))
+
+    def is_locked(self) -> bool | None:
+        """Whether a run holds the folder; None: the file system has no locks."""
         try:
             fcntl.flock(self.root, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # a file system without locks
-            return False
+        except OSError:
+            return None
         fcntl.flock(self.root, fcntl.LOCK_UN)
         return False
 
@@ -122,6 +183,25 @@ class ForeignFolder:
 
     def _note(self, problem: str) -> None:
         self.problems.append(printable(f"{self.folder.name}/{problem}"))
+
+
+def _mark(found: os.stat_result) -> Mark:
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _regular(handle: int, name: str) -> os.stat_result:
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{name} is not a file")
+    return found
+
+
+def _loaded(text: str) -> object:
+    """A value of JSON; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 # From JSON to values.

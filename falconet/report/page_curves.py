@@ -12,17 +12,25 @@ from falconet.report.run_files import RESULTS, RunFiles
 MOST_ROWS = 1000  # epochs in the table
 
 
-def curves_section(runs: Sequence[RunFiles], charts: Sequence[Chart]) -> str:
+def curves_section(charts: str, numbers: str) -> str:
+    return f'<section id="curves"><h2>Curves</h2>{charts}{numbers}</section>'
+
+
+def figures(runs: Sequence[RunFiles], charts: Sequence[Chart]) -> str:
     if not charts:
-        return '<section id="curves"><h2>Curves</h2><p>There are no log points yet.</p></section>'
+        return "<p>There are no log points yet.</p>"
     drawn = "".join(_figure(chart, several=len(runs) > 1) for chart in charts)
+    return f'<div class="charts">{drawn}</div>'
+
+
+def numbers_part(runs: Sequence[RunFiles]) -> str:
+    """The times of updates, and every epoch."""
     tables = "".join(
         details("Every epoch in numbers" + (f": {run.name}" if len(runs) > 1 else ""), _epoch_table(run))
         for run in runs
         if run.moments
     )
-    times = "".join(_times(run, several=len(runs) > 1) for run in runs)
-    return f'<section id="curves"><h2>Curves</h2><div class="charts">{drawn}</div>{times}{tables}</section>'
+    return "".join(_times(run, several=len(runs) > 1) for run in runs) + tables
 
 
 def _figure(chart: Chart, *, several: bool) -> str:

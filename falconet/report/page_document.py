@@ -9,18 +9,24 @@ from importlib.resources import files
 
 from falconet.report.page_parts import details, inert
 
+FOOT = "Made by Falconet from the files of the run folder."
 
-def document(title: str, body: str, data: Mapping[str, object]) -> str:
-    """The page around its body, with a policy that names its scripts by their digests."""
-    scripts = [_asset("uplot/uPlot.iife.min.js"), _asset("report.js")]
+
+def document(title: str, body: str, data: Mapping[str, object], *, follows: bool = False) -> str:
+    """The page around its header and its main part, with a policy that names its scripts by their digests.
+
+    `follows`: it asks the server that it came from what is new.
+    """
+    names = ["uplot/uPlot.iife.min.js", "report.js", *(["live.js"] if follows else [])]
+    scripts = [asset(name) for name in names]
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
-        " form-action 'none'"
+        " form-action 'none'" + ("; connect-src 'self'" if follows else "")
     )
     # What would end the element, or start a comment in it, cannot occur in it.
     island = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    licence = inert(_asset("uplot/LICENSE"))
+    licence = inert(asset("uplot/LICENSE"))
     return "\n".join(
         [
             "<!doctype html>",
@@ -32,11 +38,11 @@ def document(title: str, body: str, data: Mapping[str, object]) -> str:
             '<meta name="color-scheme" content="light dark">',
             '<meta name="generator" content="falconet report">',
             f"<title>{inert(title)} - Falconet</title>",
-            f"<style>{_asset('uplot/uPlot.min.css')}{_asset('report.css')}</style>",
+            f"<style>{asset('uplot/uPlot.min.css')}{asset('base.css')}{asset('report.css')}</style>",
             "</head>",
             "<body>",
             f'<a class="skip" href="#main">Skip to the content</a>{body}',
-            f"<footer>Made by Falconet from the files of the run folder. Charts by uPlot 1.6.32 (MIT):"
+            f"<footer>{FOOT} Charts by uPlot 1.6.32 (MIT):"
             f" {details('licence', f'<pre>{licence}</pre>')}</footer></main>",
             f'<script type="application/json" id="data">{island}</script>',
             *(f"<script>{script}</script>" for script in scripts),
@@ -48,7 +54,7 @@ def document(title: str, body: str, data: Mapping[str, object]) -> str:
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return files("falconet.report").joinpath(f"assets/{name}").read_text(encoding="utf-8")
 
 

@@ -21,6 +21,7 @@ class Cell(NamedTuple):
     by: float | None = None
     bar: float | None = None  # percent of a bar behind it
     is_mono: bool = False
+    link: str = ""  # where it leads
 
 
 class Column(NamedTuple):
@@ -58,7 +59,8 @@ def _cells(row: Sequence[Cell], columns: Sequence[Column]) -> str:
         kind = f' class="{" ".join(kinds)}"' if kinds else ""
         by = "" if cell.by is None else f' data-by="{cell.by:.9g}"'
         bar = "" if cell.bar is None else f'<i class="bar" style="width:{min(100.0, max(0.0, cell.bar)):.1f}%"></i>'
-        found.append(f"<td{kind}{by}>{bar}<span>{inert(cell.shown)}</span></td>")
+        shown = f'<a href="{inert(cell.link)}">{inert(cell.shown)}</a>' if cell.link else inert(cell.shown)
+        found.append(f"<td{kind}{by}>{bar}<span>{shown}</span></td>")
     return "".join(found)
 
 

@@ -1,7 +1,7 @@
 """The headline numbers of runs, in words, and the options in which they differ."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from falconet.report.curves import short
 from falconet.report.epochs import in_short, span
@@ -81,3 +81,25 @@ def _differ(values: Sequence[Stated | None]) -> bool:
     known = [each for each in values if each is not None]
     is_set = len(known) < len(values) and any(each.source != DEFAULT for each in known)
     return len({each.value for each in known}) > 1 or is_set
+
+
+def about_of(run: RunFiles) -> str:
+    """The model, the images and the device."""
+    named = [run.options[name].value for name in ("model", "data") if name in run.options]
+    if named[1:] == ["folder"] and "data-dir" in run.options:
+        named[1] = run.options["data-dir"].value.rstrip("/").rpartition("/")[2]
+    return " · ".join([*named, *([run.environment["device"]] if "device" in run.environment else [])])
+
+
+def last_of(run: RunFiles, metric: str) -> float | None:
+    """The newest value of a metric."""
+    return next((each.metrics[metric] for each in reversed(run.moments) if metric in each.metrics), None)
+
+
+MIXED = "The runs have different images: their accuracies cannot be compared."
+
+
+def is_mixed(runs: Iterable[RunFiles]) -> bool:
+    """Whether runs state different images, and so may have different classes."""
+    stated = [tuple(run.options[name].value for name in ("data", "data-dir") if name in run.options) for run in runs]
+    return len(set(filter(None, stated))) > 1

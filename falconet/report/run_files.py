@@ -7,24 +7,26 @@ import contextlib
 import json
 import math
 import re
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from falconet.errors import DataError, printable
 from falconet.report.answers import MOST_PICTURES, Answers, Picture, best_validated, read_answers, read_picture
-from falconet.report.foreign_folder import ForeignFolder, count, number, numbers, objects, text
+from falconet.report.foreign_folder import ForeignFolder, Known, count, number, numbers, objects, text
 
 CONFIG, PLAN, METRICS, TIMES, SUMMARY = "config.yaml", "plan.txt", "metrics.jsonl", "updates.jsonl", "summary.json"
 REPORT, RESULTS, RECORDS = "report.html", "results.csv", "report"  # RECORDS: the folder of what only a report needs
 ANSWERS, SEEN, LAYERS = f"{RECORDS}/answers.json", f"{RECORDS}/batch.json", f"{RECORDS}/layers.json"
-ENVIRONMENT, MEMORY = f"{RECORDS}/environment.json", f"{RECORDS}/memory.jsonl"
+ENVIRONMENT, MEMORY, ENDED = f"{RECORDS}/environment.json", f"{RECORDS}/memory.jsonl", f"{RECORDS}/ending.json"
 PROFILE = "profile_summary.json"  # of --profile
 VALIDATED = "validation.json"  # what `falconet validate` wrote, for runs without answers of their own
 CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
 MOST_CHECKPOINTS = 100
+RECENT = 300.0  # seconds since a log point, within which a run counts as going on a file system without locks
 DEFAULT = "default"  # the source of an option that was not set
 
 State = Literal["done", "going", "stopped"]
@@ -89,6 +91,13 @@ class MemoryPoint:
     host: int | None  # resident in the process
 
 
+class EarlyEnd(NamedTuple):
+    """How a run ended before its last update."""
+
+    kind: str  # interrupted or failed
+    reason: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
     """What is known of a run."""
@@ -107,6 +116,8 @@ class RunFiles:
     checkpoints: Sequence[SavedCheckpoint] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     profile: Mapping[str, Any] = field(default_factory=dict)  # as it is on disk: `profile_part` checks it
+    ending: EarlyEnd | None = None  # None: it has not ended, or could not say how
+    written: float | None = None  # when the last log point was, in seconds since 1970
     problems: Sequence[str] = ()  # a line each
 
     @property
@@ -126,38 +137,64 @@ class RunFiles:
 
 def read_run(folder: Path, *, state: State | None = None) -> RunFiles:
     """Read a run folder; DataError if it is none. `state`: None to find out."""
+    with opened(folder) as files:
+        run = read_all(files)
+        return run if state is None else replace(run, state=state)
+
+
+def opened(folder: Path, known: dict[str, Known] | None = None) -> ForeignFolder:
+    """The files of a run folder; DataError if it is none. `known`: what was read of it before."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected a run folder")
     try:
-        files = ForeignFolder(folder)
+        files = ForeignFolder(folder, known)
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror or error}; expected a run folder that you may read") from error
-    with files:
-        if not any(map(files.has, (CONFIG, METRICS, SUMMARY))):
+    if not is_run(files):
+        with files:
             raise DataError(f"{folder}: not a run folder; expected one with {CONFIG} and {METRICS}")
-        moments = _moments(files)
-        summary = files.json(SUMMARY)
-        return RunFiles(
-            name=printable(folder.resolve().name),
-            state=state or _state(files, summary, moments),
-            options=_options(files.text(CONFIG, needed=True)),
-            plan=files.text(PLAN).splitlines()[:1000],
-            moments=moments,
-            update_times=[time for line in files.lines(TIMES) for time in numbers(line.get("milliseconds"))],
-            memory=_memory(files),
-            summary=summary,
-            answers=read_answers(files.json(ANSWERS)) or read_answers(best_validated(files.json(VALIDATED))),
-            seen=_seen(files.json(SEEN)),
-            layers=_layers(files.json(LAYERS)),
-            checkpoints=_checkpoints(files),
-            environment={
-                str(name): str(value)[:500]
-                for name, value in list(files.json(ENVIRONMENT).items())[:100]
-                if isinstance(value, str | int | float)
-            },
-            profile=files.json(PROFILE),
-            problems=files.problems,
-        )
+    return files
+
+
+def is_run(files: ForeignFolder) -> bool:
+    return any(map(files.has, (CONFIG, METRICS, SUMMARY)))
+
+
+def read_progress(files: ForeignFolder) -> RunFiles:
+    """What changes as a run goes, without pictures and answers."""
+    moments, summary, mark = _moments(files), files.json(SUMMARY), files.mark(METRICS)
+    written = mark[2] / 1e9 if mark else None
+    ending = files.json(ENDED)
+    return RunFiles(
+        name=printable(files.folder.resolve().name),
+        state=_state(files, summary, moments, written=written),
+        options=_options(files.text(CONFIG, needed=True)),
+        plan=files.text(PLAN).splitlines()[:1000],
+        moments=moments,
+        update_times=[each for line in files.lines(TIMES) for each in numbers(line.get("milliseconds"))],
+        memory=_memory(files),
+        summary=summary,
+        ending=EarlyEnd(text(ending.get("kind")), text(ending.get("reason"))) if ending else None,
+        checkpoints=_checkpoints(files),
+        environment={
+            str(name): str(value)[:500]
+            for name, value in list(files.json(ENVIRONMENT).items())[:100]
+            if isinstance(value, str | int | float)
+        },
+        written=written,
+        problems=files.problems,
+    )
+
+
+def read_all(files: ForeignFolder) -> RunFiles:
+    return replace(
+        read_progress(files),
+        answers=read_answers(files.json(ANSWERS)) or read_answers(best_validated(files.json(VALIDATED))),
+        seen=_seen(files.json(SEEN)),
+        layers=_layers(files.json(LAYERS)),
+        profile=files.json(PROFILE),
+        problems=files.problems,
+    )
 
 
 def read_memory(folder: Path) -> list[MemoryPoint]:
@@ -188,9 +225,10 @@ def _moments(files: ForeignFolder) -> list[Moment]:
     """The log points, those of one update merged; those of validations get the epoch from the others."""
     merged: dict[int, dict[str, float]] = {}
     for line in files.lines(METRICS):
-        update = line.pop("update", None)
+        update = line.get("update")
         if isinstance(update, int) and not isinstance(update, bool) and 0 <= update < 1 << 53:
             values = {name[:200]: value for name, each in line.items() if (value := number(each)) is not None}
+            values.pop("update")
             merged.setdefault(update, {}).update(values)
     known = [(update, metrics["epoch"]) for update, metrics in sorted(merged.items()) if "epoch" in metrics]
     return [
@@ -223,11 +261,17 @@ def _memory(files: ForeignFolder) -> list[MemoryPoint]:
     ]
 
 
-def _state(files: ForeignFolder, summary: Mapping[str, Any], moments: Sequence[Moment]) -> State:
-    if files.is_locked():
+def _state(
+    files: ForeignFolder, summary: Mapping[str, Any], moments: Sequence[Moment], *, written: float | None
+) -> State:
+    locked = files.is_locked()
+    if locked:
         return "going"
     last = max((moment.update for moment in moments), default=0)
-    return "done" if summary and count(summary.get("updates")) >= last else "stopped"
+    if summary and count(summary.get("updates")) >= last:
+        return "done"
+    is_recent = written is not None and time.time() - written < RECENT
+    return "going" if locked is None and is_recent else "stopped"
 
 
 def _seen(content: Mapping[str, Any]) -> SeenBatch | None:

@@ -3,19 +3,21 @@
 Everything that a run folder states is escaped text: the folder may come from another person.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from falconet import writing
-from falconet.report.curves import charts_of, csv_lines
+from falconet.report.curves import Chart, charts_of, csv_lines
 from falconet.report.page_answers import matrix_data
-from falconet.report.page_curves import chart_data, curves_section
+from falconet.report.page_curves import chart_data, curves_section, figures, numbers_part
 from falconet.report.page_document import document
 from falconet.report.page_parts import Cell, Column, details, inert, table
 from falconet.report.page_sections import TITLES, sections_of
-from falconet.report.results import differences, results_of
+from falconet.report.progress import state_in_words
+from falconet.report.results import about_of, differences, results_of
 from falconet.report.run_files import REPORT, RESULTS, RunFiles, State, read_run
 
+MAIN = '<main id="main">'
 STATES: Mapping[State, str] = {
     "done": "finished",
     "going": "under way when this was written",
@@ -36,53 +38,64 @@ def page(runs: Sequence[RunFiles]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     charts = charts_of(runs)
     sections = [sections_of(run, f"r{place}-") for place, run in enumerate(runs)]
-    body = [_header(runs, title, sections[0])]
-    body += [_notes([problem for run in runs for problem in run.problems])]
-    body += [_comparison(runs)] if len(runs) > 1 else []
-    body += [_headline(runs[0])] if len(runs) == 1 else []
-    body += [curves_section(runs, charts)]
+    body = [_header(runs, title, sections[0]), MAIN]
+    body += [notes([problem for run in runs for problem in run.problems])]
+    body += [headline(runs[0]) if len(runs) == 1 else _comparison(runs)]
+    body += [curves_section(figures(runs, charts), numbers_part(runs))]
     for run, found in zip(runs, sections, strict=True):
         own = "".join(found.values())
         body.append(own if len(runs) == 1 else f'<section class="run">{details(run.name, own)}</section>')
-    data = {
+    return document(title, "".join(body), data_of(runs, charts))
+
+
+def data_of(runs: Sequence[RunFiles], charts: Sequence[Chart]) -> dict[str, object]:
+    """What the script draws."""
+    return {
         "charts": [chart_data(chart) for chart in charts],
         "matrices": {f"r{place}-matrix": matrix_data(run.answers) for place, run in enumerate(runs) if run.answers},
     }
-    return document(title, "".join(body), data)
 
 
 def _header(runs: Sequence[RunFiles], title: str, sections: Mapping[str, str]) -> str:
     """`sections`: of the first run, to which links lead if it is the only one."""
-    kind = "one" if len(runs) == 1 else "several"
-    links = {"curves": "Curves"}
     if len(runs) == 1:
-        links |= {f"r0-{name}": TITLES[name][1] for name in sections}
-    else:
-        links = {"comparison": "Comparison", **links}
-    nav = "".join(f'<a href="#{name}">{label}</a>' for name, label in links.items())
-    about = _about(runs[0]) if len(runs) == 1 else ", ".join(run.name for run in runs)
-    badge = f'<span class="badge {runs[0].state}">{STATES[runs[0].state]}</span>' if len(runs) == 1 else ""
+        return header(runs[0], _state(runs[0]), sections)
+    about = ", ".join(run.name for run in runs)
+    return banner("several", inert(title), about) + navigation({"comparison": "Comparison", "curves": "Curves"})
+
+
+def _state(run: RunFiles) -> str:
+    return STATES[run.state] if run.ending is None or run.state != "stopped" else state_in_words(run)[0]
+
+
+def header(run: RunFiles, state: str, sections: Iterable[str]) -> str:
+    """The head of the page of one run, with links to its sections."""
+    links = {"curves": "Curves", **{f"r0-{name}": TITLES[name][1] for name in sections}}
+    badge = f'<span class="badge {run.state}">{inert(state)}</span>'
+    return banner("one", f"{inert(run.name)} {badge}", about_of(run)) + navigation(links)
+
+
+def banner(kind: str, heading: str, about: str) -> str:
+    """`heading`: HTML."""
     return (
-        f'<header class="{kind}"><p class="brand">Falconet report</p><h1>{inert(title)} {badge}</h1>'
-        f'<p class="about">{inert(about)}</p></header><nav aria-label="Sections">{nav}</nav><main id="main">'
+        f'<header class="{kind}"><p class="brand">Falconet report</p><h1>{heading}</h1>'
+        f'<p class="about">{inert(about)}</p></header>'
     )
 
 
-def _about(run: RunFiles) -> str:
-    named = [run.options[name].value for name in ("model", "data") if name in run.options]
-    if named[1:] == ["folder"] and "data-dir" in run.options:
-        named[1] = run.options["data-dir"].value.rstrip("/").rpartition("/")[2]
-    return " · ".join([*named, *([run.environment["device"]] if "device" in run.environment else [])])
+def navigation(links: Mapping[str, str]) -> str:
+    shown = "".join(f'<a href="#{name}">{label}</a>' for name, label in links.items())
+    return f'<nav aria-label="Sections">{shown}</nav>'
 
 
-def _notes(problems: Sequence[str]) -> str:
+def notes(problems: Sequence[str]) -> str:
     if not problems:
         return ""
     shown = "".join(f"<li>{inert(problem)}</li>" for problem in problems[:20])
     return f'<aside class="notes" aria-label="What could not be read"><ul>{shown}</ul></aside>'
 
 
-def _headline(run: RunFiles) -> str:
+def headline(run: RunFiles) -> str:
     found = results_of(run)
     if not found:
         return '<section class="cards"><p>There are no log points yet.</p></section>'
@@ -98,7 +111,7 @@ def _comparison(runs: Sequence[RunFiles]) -> str:
     columns = [Column(""), *(Column(run.name) for run in runs)]
     results = [results_of(run) for run in runs]
     names = list(dict.fromkeys(name for found in results for name in found))
-    states = [Cell("state"), *(Cell(STATES[run.state]) for run in runs)]
+    states = [Cell("state"), *(Cell(_state(run)) for run in runs)]
     rows = [[Cell(name), *(Cell(found.get(name, "-")) for found in results)] for name in names]
     changed = [
         [Cell(f"--{name}", is_mono=True), *(Cell(value, is_mono=True) for value in values)]

@@ -4,33 +4,52 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from falconet.report.curves import Points, short
+from falconet.report.curves import Points, short, thinned
 from falconet.report.epochs import in_short
 from falconet.report.run_files import RunFiles
 
-WIDTH, HEIGHT = 30, 6  # characters of one plot, each 2 x 4 dots
+WIDTH, HEIGHT = 30, 6  # characters of one plot, each 2 x 4 dots, by default
 GAP, MARGIN = 3, 7  # columns between the plots, and for their scales
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a Braille character, by row and column
 BLANK = 0x2800
+LEGEND = "solid: validation, dotted: training"
 
 
 def lines(run: RunFiles) -> list[str]:
-    """The plots; none if there are fewer than two epochs to draw."""
+    """The plots side by side; none if there are fewer than two epochs to draw."""
+    drawn = plots(run)
+    if not drawn:
+        return []
+    rows = beside(*drawn) if len(drawn) > 1 else drawn[0]
+    return ["", *rows, *([" " * MARGIN + LEGEND] if is_validated(run) else [])]
+
+
+def beside(left: Sequence[str], right: Sequence[str], *, width: int = WIDTH) -> list[str]:
+    return [f"{a:{MARGIN + width}}{' ' * GAP}{b}".rstrip() for a, b in zip(left, right, strict=True)]
+
+
+def plots(run: RunFiles, *, width: int = WIDTH, height: int = HEIGHT) -> list[list[str]]:
+    """The loss, and what validations measure if there was one, so many characters wide and high beside their scales."""
     trained = "train/accuracy" if run.metric == "accuracy" else "train/exact"
-    losses = [run.series("validation/loss"), run.series("train/loss")]
-    scores = [run.series(f"validation/{run.metric}"), run.series(trained)]
+    losses = [thinned(run.series(name), 8 * width) for name in ("validation/loss", "train/loss")]
+    scores = [thinned(run.series(name), 8 * width) for name in (f"validation/{run.metric}", trained)]
     if max(map(len, losses), default=0) < 2:
         return []
     is_log = all(value > 0 for points in losses for _, value in points)
-    left = _plot("loss (log scale)" if is_log else "loss", losses, is_log=is_log)
-    right = _plot(f"{run.metric}, %", scores, is_log=False) if any(scores) else []
-    rows = [f"{a:{MARGIN + WIDTH}}{' ' * GAP}{b}".rstrip() for a, b in zip(left, right, strict=True)] if right else left
-    validated = any(losses[0]) or any(scores[0])
-    return ["", *rows, *([" " * MARGIN + "solid: validation, dotted: training"] if validated else [])]
+    size = width, height
+    left = _plot("loss (log scale)" if is_log else "loss", losses, size, is_log=is_log)
+    right = [_plot(f"{run.metric}, %", scores, size, is_log=False)] if any(scores) else []
+    return [left, *right]
 
 
-def _plot(title: str, curves: Sequence[Points], *, is_log: bool) -> list[str]:
+def is_validated(run: RunFiles) -> bool:
+    return bool(run.series("validation/loss") or run.series(f"validation/{run.metric}"))
+
+
+def _plot(title: str, curves: Sequence[Points], size: tuple[int, int], *, is_log: bool) -> list[str]:
     """A title, the rows of a plot beside its scale, and the first and the last epoch below."""
+
+    wide, tall = size
 
     def height(value: float) -> float:
         return math.log(value) if is_log else value
@@ -38,24 +57,24 @@ def _plot(title: str, curves: Sequence[Points], *, is_log: bool) -> list[str]:
     points = [point for curve in curves for point in curve]
     first, last = min(epoch for epoch, _ in points), max(epoch for epoch, _ in points)
     low, high = min(height(value) for _, value in points), max(height(value) for _, value in points)
-    dots = [[0] * WIDTH for _ in range(HEIGHT)]
+    dots = [[0] * wide for _ in range(tall)]
 
     def place(epoch: float, value: float) -> tuple[int, int]:
-        x = (epoch - first) / ((last - first) or 1) * (2 * WIDTH - 1)
-        y = (high - height(value)) / ((high - low) or 1) * (4 * HEIGHT - 1)
+        x = (epoch - first) / ((last - first) or 1) * (2 * wide - 1)
+        y = (high - height(value)) / ((high - low) or 1) * (4 * tall - 1)
         return round(x), round(y)
 
     for number, curve in enumerate(curves):
         for x, y in _line([place(*point) for point in curve]):
             if number == 0 or x % 3 == 0:  # the second curve is dotted, so that no colour is needed
                 dots[y // 4][x // 2] |= DOTS[y % 4][x % 2]
-    ends = {0: max(value for _, value in points), HEIGHT - 1: min(value for _, value in points)}
+    ends = {0: max(value for _, value in points), tall - 1: min(value for _, value in points)}
     rows = []
     for row, marks in enumerate(dots):
         scale = _brief(ends[row]) if row in ends else ""
         rows.append(f"{scale:>{MARGIN - 1}} " + "".join(chr(BLANK + dot) if dot else " " for dot in marks))
     begin, end = in_short(first), f"epoch {in_short(last)}"
-    return [f"{'':{MARGIN}}{title}", *rows, f"{'':{MARGIN}}{begin}{end:>{WIDTH - len(begin)}}"]
+    return [f"{'':{MARGIN}}{title}", *rows, f"{'':{MARGIN}}{begin}{end:>{wide - len(begin)}}"]
 
 
 def _brief(value: float) -> str:

@@ -26,13 +26,13 @@ from falconet.numerics.precision import REGIMES
 from falconet.parallel import environment
 from falconet.parallel.data_parallel import digest
 from falconet.parallel.world import World
+from falconet.report import gpu_driver
 from falconet.report.console import Screen, are, counted
 from falconet.report.epochs import in_short
 from falconet.report.mlperf import MlperfLog
 from falconet.report.throughput import Stopwatch
 from falconet.train import (
     build,
-    energy,
     evaluate,
     log,
     loop,
@@ -188,6 +188,7 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, b
         run_folder.interruption_explained(
             site.screen.line, lambda: f"stopped; {run_folder.how_to_continue(folder, saved)}"
         ),
+        run_folder.EndRecorded(folder if site.world.is_first else None),
         run_folder.full_disk_explained(folder, saved),
         run_folder.memory_explained(saved),
         contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=began)) as sinks,
@@ -377,7 +378,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     timed = TimedStep(recorder.watched(built.step(state)), stopwatch)
     profiled = _profiled(built, timed, folder, state)
     step = _shown(built, profiled or timed)
-    before = energy.joules(world.device)
+    before = _joules(world.device)
     output = _output(built, state, session, stopwatch=stopwatch, best=best)
     writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)
     in_a_row = built.plan.in_a_row
@@ -455,9 +456,14 @@ def _recorder(built: BuiltPhase, session: Session, *, update: int, stopwatch: St
     )
 
 
+def _joules(device: torch.device) -> float | None:
+    """What the device has used since its driver was loaded; None: it does not tell."""
+    return gpu_driver.joules(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
+
+
 def _energy(before: float | None, world: World) -> float | None:
     """The joules of all devices since `before`; None: one of them does not tell. A collective."""
-    now = energy.joules(world.device) if before is not None else None
+    now = _joules(world.device) if before is not None else None
     known = before is not None and now is not None
     used = now - before if before is not None and now is not None else 0.0
     total, told = world.sum(torch.tensor([used, float(known)], dtype=torch.float64)).tolist()

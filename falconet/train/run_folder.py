@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 
 from falconet import writing
 from falconet.checkpoint import format
@@ -31,6 +32,8 @@ from falconet.errors import (
     LinkError,
     ShortageError,
     UnsavedError,
+    UserError,
+    WorldError,
     memory_shortage,
     named_option,
 )
@@ -39,7 +42,8 @@ from falconet.report import plots, terminal_plot, trace
 from falconet.report.console import Say, counted
 from falconet.report.epochs import BEST, Metric, in_short, span
 from falconet.report.folders import RunShape
-from falconet.report.run_files import ANSWERS, MEMORY, RECORDS, REPORT, RESULTS, SEEN, read_run
+from falconet.report.gpu_driver import joules_in_words
+from falconet.report.run_files import ANSWERS, ENDED, MEMORY, RECORDS, REPORT, RESULTS, SEEN, read_run
 from falconet.report.sinks import (
     JsonLines,
     Several,
@@ -51,7 +55,7 @@ from falconet.report.sinks import (
 )
 from falconet.report.styles import FALCONET, Conventions, Table
 from falconet.report.throughput import Rate
-from falconet.train import energy, metrics
+from falconet.train import metrics
 from falconet.train.log import Log
 from falconet.train.metrics import StageMemory
 
@@ -116,6 +120,28 @@ def memory_explained(checkpoints: Path | None = None) -> Iterator[None]:
         if checkpoints is None:  # before there was an update
             raise DeviceError(f"{short}; {NEEDS_LESS}; {newest}") from error
         raise ShortageError(short, helps=NEEDS_LESS, after=newest) from error
+
+
+class EndRecorded:
+    """Leaves in the run folder how a run ended before its last update, for `falconet watch` and the report."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """`folder`: None in processes other than the first."""
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / ENDED).unlink()  # that of an earlier start
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._folder is None or error is None:
+            return
+        is_stopped = isinstance(error, KeyboardInterrupt | Interrupted)
+        reason = str(error) if isinstance(error, UserError | WorldError) else type(error).__name__
+        ending = {"kind": "interrupted"} if is_stopped else {"kind": "failed", "reason": reason}
+        with contextlib.suppress(OSError, UserError):  # the disk may be full; the run's own error matters more
+            writing.replace(self._folder, ENDED, json.dumps(ending) + "\n")
 
 
 NEEDS_LESS = (
@@ -453,7 +479,7 @@ def _told(folder: Path, log: Log, ending: Ending) -> dict[str, str]:
     lines["images per second"] = f"{rate.images_per_second:,.0f} ({waited})"
     lines |= metrics.told(ending.memory, replicas=log.plan.replicas)
     if ending.joules is not None:
-        lines["energy"] = energy.in_words(ending.joules)
+        lines["energy"] = joules_in_words(ending.joules)
     if chosen:
         lines["best checkpoint"] = str(chosen.folder)
     if ending.report:

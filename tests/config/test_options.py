@@ -51,7 +51,7 @@ ACTS = (
         "grpc-port",
     ),
     *("weights", "checkpoints-kept", "temporary", "resume", "config", "plan", "photos", "overwrite", "more-models"),
-    *("watch", "runs", "allowed-host", "cors-origin", "opentelemetry"),
+    *("watch", "runs", "allowed-host", "cors-origin", "opentelemetry", "page", "browser"),
 )
 
 

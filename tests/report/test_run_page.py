@@ -163,3 +163,13 @@ def test_a_run_without_a_log_point_says_so(tmp_path):
     html = page([read_run(folder)])
     assert "There are no log points yet." in html
     assert "stopped before its end" in html
+
+
+def test_a_run_that_left_how_it_ended_is_shown_so(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "summary.json").unlink()
+    assert '<span class="badge stopped">stopped before its end</span>' in page([read_run(folder)])
+    (folder / "report/ending.json").write_text(json.dumps({"kind": "failed", "reason": ATTACK}))
+    html = page([read_run(folder)])
+    assert '<span class="badge stopped">failed: &lt;script&gt;' in html
+    assert "<script>alert(1)" not in html

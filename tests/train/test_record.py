@@ -10,7 +10,7 @@ from torch import nn
 
 from falconet.data import mixing
 from falconet.data.buffers import Batch, join
-from falconet.train import energy, record
+from falconet.train import record
 from falconet.train.layer_table import layer_table
 
 CLASSES = ("a", "b", "c")
@@ -139,48 +139,3 @@ def test_a_page_is_written_for_a_hundredth_of_the_time(monkeypatch, tmp_path):
     assert not page.is_due()
     now[0] += 1.0
     assert page.is_due()
-
-
-class PretendedNvml:
-    """A driver that counts 5 joules from one question to the next."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, *, tells=True):
-        self.tells, self.count, self.asked = tells, 0, []
-
-    def nvmlInit(self):
-        self.count += 5000
-
-    def nvmlShutdown(self): ...
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        self.asked.append(uuid)
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
-        if not self.tells:
-            raise self.NVMLError
-        return self.count
-
-
-def test_energy_is_what_the_driver_counts(monkeypatch):
-    nvml = PretendedNvml()
-    monkeypatch.setattr(energy.importlib, "import_module", lambda name: nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="12-ab"))
-    device = torch.device("cuda", 0)
-    assert energy.joules(device) == 5.0
-    assert energy.joules(device) == 10.0
-    assert nvml.asked == ["GPU-12-ab"] * 2
-    nvml.tells = False
-    assert energy.joules(device) is None
-    assert energy.joules(torch.device("cpu")) is None
-    assert (energy.in_words(12_345.0), energy.in_words(4.5e6)) == ("12.3 kJ", "1.25 kWh")
-
-
-def test_without_the_package_no_energy_is_told(monkeypatch):
-    def missing(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr(energy.importlib, "import_module", missing)
-    assert energy.joules(torch.device("cuda", 0)) is None

@@ -69,12 +69,20 @@
     };
   };
 
+  /* The part of the epochs that a reader has enlarged; null: all are shown. */
+  const zoomed = (made) => {
+    const { min, max } = made.scales.x, epochs = made.data[0];
+    return min > epochs[0] || max < epochs[epochs.length - 1] ? { min, max } : null;
+  };
+
   const draw = (chart) => {
     const place = document.getElementById(`chart-${chart.key}`);
     if (!place) return;
-    const old = drawn.get(chart.key);
+    const old = drawn.get(chart.key), zoom = old && zoomed(old), hidden = old ? old.series.map((each) => !each.show) : [];
     if (old) old.destroy();
     const made = new uPlot(options(chart, Math.max(200, place.clientWidth)), chart.data, place);
+    if (zoom) made.setScale("x", zoom);
+    hidden.forEach((isHidden, number) => { if (isHidden && number) made.setSeries(number, { show: false }); });
     for (const row of made.root.querySelectorAll(".u-legend .u-series")) {
       const name = row.querySelector("th");
       name.tabIndex = 0;
@@ -87,27 +95,54 @@
   };
   const drawAll = () => data.charts.forEach(draw);
 
-  for (const chart of data.charts) {
-    const place = document.getElementById(`chart-${chart.key}`);
-    if (!place) continue;
-    let at = -1;
-    place.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowLeft: -1, Home: -1e9, End: 1e9 }[event.key];
-      if (!step || event.target !== place) return;
-      event.preventDefault();
-      const made = drawn.get(chart.key), last = chart.data[0].length - 1;
-      at = Math.min(last, Math.max(0, at + step));
-      made.setCursor({ left: made.valToPos(chart.data[0][at], "x"), top: 10 });
-    });
-  }
-  for (const button of document.querySelectorAll("button.log")) {
-    button.addEventListener("click", () => {
+  const listenToCharts = () => {
+    for (const chart of data.charts) {
+      const place = document.getElementById(`chart-${chart.key}`);
+      if (!place) continue;
+      let at = -1;
+      place.addEventListener("keydown", (event) => {
+        const step = { ArrowRight: 1, ArrowLeft: -1, Home: -1e9, End: 1e9 }[event.key];
+        if (!step || event.target !== place) return;
+        event.preventDefault();
+        const made = drawn.get(chart.key), last = chart.data[0].length - 1;
+        at = Math.min(last, Math.max(0, at + step));
+        made.setCursor({ left: made.valToPos(chart.data[0][at], "x"), top: 10 });
+      });
+    }
+    for (const button of document.querySelectorAll("button.log")) {
       const key = button.dataset.chart;
-      if (!logs.delete(key)) logs.add(key);
       button.setAttribute("aria-pressed", String(logs.has(key)));
-      draw(data.charts.find((chart) => chart.key === key));
+      button.addEventListener("click", () => {
+        if (!logs.delete(key)) logs.add(key);
+        button.setAttribute("aria-pressed", String(logs.has(key)));
+        draw(data.charts.find((chart) => chart.key === key));
+      });
+    }
+  };
+
+  /* Points that were added to charts which are drawn; false: the charts are not the same ones. */
+  const grow = (charts) => {
+    const shape = (all) => JSON.stringify(all.map((chart) => [chart.key, chart.right, chart.curves]));
+    if (shape(charts) !== shape(data.charts)) return false;
+    charts.forEach((chart, number) => {
+      const old = data.charts[number], made = drawn.get(chart.key), zoom = zoomed(made);
+      const looks = (epochs) => [epochs.length <= 40, epochs[epochs.length - 1] - epochs[0] >= 3].join();
+      const isAlike = looks(old.data[0]) === looks(chart.data[0]);
+      Object.assign(old, chart);
+      if (!isAlike) return draw(old);
+      made.setData(old.data, !zoom);
+      if (zoom) made.setScale("x", zoom);
     });
-  }
+    return true;
+  };
+
+  const drawAnew = (charts) => {
+    drawn.forEach((made) => made.destroy());
+    drawn.clear();
+    data.charts = charts;
+    drawAll();
+    listenToCharts();
+  };
 
   /* Confusion matrices: a row for each class, its cells by the share of its images; the diagonal is right. */
 
@@ -304,39 +339,55 @@
     }
   }
 
-  const matrices = [];
-  for (const [key, content] of Object.entries(data.matrices)) {
-    const place = document.getElementById(key);
-    if (place && content.names.length) matrices.push(new Matrix(place, content));
-  }
+  let matrices = [];
+  const addMatrices = (all) => {
+    const views = new Map(matrices.map((matrix) => [matrix.place.id, matrix]));
+    matrices = [];
+    for (const [key, content] of Object.entries(all)) {
+      const place = document.getElementById(key), before = views.get(key);
+      if (!place || !content.names.length) continue;
+      const matrix = new Matrix(place, content);
+      if (before && before.count === matrix.count) [matrix.span, matrix.left, matrix.top, matrix.cursor] = [before.span, before.left, before.top, before.cursor];
+      matrices.push(matrix);
+    }
+  };
   const drawMatrices = () => matrices.forEach((matrix) => { if (matrix.place.clientWidth) matrix.draw(); });
 
   /* Tables. */
 
-  for (const table of document.querySelectorAll("table.sorts")) {
+  const sort = (table, column, ascending) => {
     const heads = [...table.tHead.rows[0].cells];
-    heads.forEach((head, column) => {
-      head.querySelector("button")?.addEventListener("click", () => {
-        const numeric = head.classList.contains("number");
-        const now = head.getAttribute("aria-sort");
-        const ascending = now === "none" ? !numeric : now === "descending";
-        heads.forEach((other) => other.setAttribute("aria-sort", "none"));
-        head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
-        const key = (row) => row.cells[column].dataset.by ?? row.cells[column].textContent;
-        const compare = (a, b) => {
-          const [x, y] = [key(a), key(b)], byNumber = Number(x) - Number(y);
-          return Number.isNaN(byNumber) ? x.localeCompare(y, undefined, { numeric: true }) : byNumber;
-        };
-        const rows = [...table.tBodies[0].rows].sort((a, b) => (ascending ? compare(a, b) : compare(b, a)));
-        table.tBodies[0].append(...rows);
+    heads.forEach((other) => other.setAttribute("aria-sort", "none"));
+    heads[column].setAttribute("aria-sort", ascending ? "ascending" : "descending");
+    const key = (row) => row.cells[column].dataset.by ?? row.cells[column].textContent;
+    const compare = (a, b) => {
+      const [x, y] = [key(a), key(b)], byNumber = Number(x) - Number(y);
+      return Number.isNaN(byNumber) ? x.localeCompare(y, undefined, { numeric: true }) : byNumber;
+    };
+    const rows = [...table.tBodies[0].rows].sort((a, b) => (ascending ? compare(a, b) : compare(b, a)));
+    table.tBodies[0].append(...rows);
+  };
+
+  /* Lets the tables and folded parts below an element answer to clicks. */
+  const listen = (root) => {
+    for (const table of root.querySelectorAll("table.sorts")) {
+      [...table.tHead.rows[0].cells].forEach((head, column) => {
+        head.querySelector("button")?.addEventListener("click", () => {
+          const now = head.getAttribute("aria-sort");
+          sort(table, column, now === "none" ? !head.classList.contains("number") : now === "descending");
+        });
       });
-    });
-  }
+    }
+    for (const each of root.querySelectorAll("details")) each.addEventListener("toggle", drawMatrices);
+  };
 
   /* Sizes, colours and paper. */
 
   drawAll();
+  listenToCharts();
+  addMatrices(data.matrices);
   drawMatrices();
+  listen(document);
   let width = document.documentElement.clientWidth;
   new ResizeObserver(() => {
     if (document.documentElement.clientWidth === width) return;
@@ -346,9 +397,9 @@
     }
     drawMatrices();
   }).observe(document.documentElement);
-  for (const each of document.querySelectorAll("details")) each.addEventListener("toggle", drawMatrices);
   dark.addEventListener("change", () => { drawAll(); drawMatrices(); });
   addEventListener("beforeprint", () => { printing = true; drawAll(); drawMatrices(); });
   addEventListener("afterprint", () => { printing = false; drawAll(); drawMatrices(); });
   document.documentElement.dataset.ready = "true";
+  globalThis.report = { data, drawAnew, grow, listen, sort, showMatrices: (all) => { addMatrices(all); drawMatrices(); } };
 })();

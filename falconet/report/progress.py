@@ -1,0 +1,70 @@
+"""How far a run is, how long it will take, and how it ended, from what its folder tells."""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from falconet.report.epochs import span
+from falconet.report.run_files import RunFiles
+
+RECENT_UPDATES = 200  # whose mean time is taken for those to come
+Tone = Literal["good", "busy", "bad"]
+_LENGTH = re.compile(r"([\d,]+) updates? = [\d.,e+]+ epochs? x ([\d,]+) updates?;.*")  # a line of plan.txt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run is; None: not known."""
+
+    update: int
+    updates: int | None  # of the whole run
+    epoch: float
+    epochs: float | None
+    seconds_left: float | None  # about
+
+    @property
+    def share(self) -> float | None:
+        """Of the updates, 0 to 1."""
+        return min(1.0, self.update / self.updates) if self.updates else None
+
+
+def progress_of(run: RunFiles, *, clock: Callable[[], float] = time.time) -> Progress:
+    last = run.moments[-1] if run.moments else None
+    lengths = [match.groups() for line in run.plan if (match := _LENGTH.fullmatch(line))]
+    phases = [[int(each.replace(",", "") or 0) for each in pair] for pair in lengths]
+    updates = sum(own for own, _ in phases) or None
+    epochs = sum(own / max(1, in_epoch) for own, in_epoch in phases) or None
+    update = last.update if last else 0
+    left = _seconds_left(run, updates - update, now=clock()) if updates and run.state == "going" else None
+    return Progress(update=update, updates=updates, epoch=last.epoch if last else 0.0, epochs=epochs, seconds_left=left)
+
+
+def _seconds_left(run: RunFiles, updates: int, *, now: float) -> float | None:
+    """Updates at the pace of the last ones, and validations as long and as frequent as those so far."""
+    recent = run.update_times[-RECENT_UPDATES:]
+    if not recent or not run.moments:
+        return None
+    per_update = sum(recent) / len(recent) / 1000
+    validated = [value for _, value in run.series("validation/seconds")]
+    per_update += sum(validated) / max(1, run.moments[-1].update)
+    since = now - run.written if run.written is not None else 0.0
+    return max(0.0, updates * per_update - max(0.0, since))
+
+
+def left_in_words(seconds: float) -> str:
+    """`about 7m10s left`, rounded, because it is a guess."""
+    step = 1 if seconds < 60 else 10 if seconds < 600 else 60
+    return f"about {span(step * round(seconds / step)).replace('.0s', 's')} left"
+
+
+def state_in_words(run: RunFiles) -> tuple[str, Tone]:
+    """`finished`, `under way`, `interrupted`, `failed: why`, or that it has ended without a word."""
+    if run.state == "going":
+        return "under way", "busy"
+    if run.state == "done":
+        return ("ended early" if run.summary.get("ended_early") is True else "finished"), "good"
+    if run.ending is not None and run.ending.kind in ("interrupted", "failed"):
+        return f"{run.ending.kind}{f': {run.ending.reason}' if run.ending.reason else ''}", "bad"
+    return "no longer writing, stopped before its end", "bad"
