@@ -526,8 +526,9 @@ def _one_proportion_per_stage(options: Any) -> str | None:
 
 
 def _histograms_need_a_sink(options: Any) -> str | None:
-    if options.logging.weight_histogram and not (options.logging.wandb or options.logging.tensorboard):
-        return "--weight-histogram: needs --wandb or --tensorboard, where histograms go"
+    logging = options.logging
+    if logging.weight_histogram and not (logging.tensorboard or logging.wandb or logging.aim):
+        return "--weight-histogram: needs --tensorboard, --wandb or --aim, where histograms go"
     return None
 
 
