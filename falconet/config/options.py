@@ -861,9 +861,7 @@ class Doctor:
     """What is checked."""
 
     distributed: bool = False
-    """Start processes and check collectives, averaged gradients, shared batch norm, pipelines and checkpoints."""
-    replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Processes for --distributed; auto: one per CUDA device, or 2 on a CPU."""
+    """Start processes (--replicas N, else one per CUDA device, or 2 on a CPU) and check that they work together."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -456,12 +456,6 @@ def _resuming_needs_a_run_folder(options: Any) -> str | None:
     return None
 
 
-def _doctor_replicas_need_distributed(options: Any) -> str | None:
-    if options.doctor.replicas != "auto" and not options.doctor.distributed:
-        return f"--replicas {options.doctor.replicas}: needs --distributed, which starts processes"
-    return None
-
-
 def _url_or_server(options: Any) -> str | None:
     if options.load.url is not None and options.load.server != "falconet":
         return f"--server {options.load.server}: contradicts --url, whose server is already running"
@@ -642,6 +636,5 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("table",), _tables_are_csv),
     (("export",), _int8_is_onnx),
     (("serving",), _int8_is_onnx_runtimes),
-    (("doctor",), _doctor_replicas_need_distributed),
     (("inference",), _splits_of_predictions_are_layers_or_auto),
 )

@@ -28,6 +28,7 @@ from falconet.data.loader import stretch
 from falconet.data.readers import reader_for
 from falconet.data.storage import ArraySource, PixelArray
 from falconet.errors import UserError
+from falconet.parallel import host
 from falconet.parallel.grid import Grid
 from falconet.parallel.world import World, cores
 from falconet.report import plots, run_files, run_page
@@ -365,7 +366,7 @@ def environment_of(world: World, *, threads: int) -> dict[str, str]:
         "PyTorch": torch.__version__,
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": f"{_processor()}, {cores()} cores for this process, {threads} threads",
+        "processor": f"{host.processor()}, {cores()} cores for this process, {threads} threads",
         "JPEG decoder": input.decoder(),
         "processes": str(world.size),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
@@ -377,11 +378,3 @@ def environment_of(world: World, *, threads: int) -> dict[str, str]:
     else:
         found["device"] = "CPU"
     return found
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown processor"
