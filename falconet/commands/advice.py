@@ -53,7 +53,8 @@ class Advice:
     def _about(self, name: str) -> str:
         found, threads = self.found, counted(self.workers, "thread")
         if name == READ:
-            return f"{threads}, from the disk: the system was told to forget the files (posix_fadvise)"
+            again = "" if found.parts.kept is None else f"; {found.parts.kept:,.0f} from memory"
+            return f"{threads}, from the disk: the system was told to forget the files (posix_fadvise){again}"
         if name == DECODE:
             return f"{threads}, {self.decoder}, crops and augmentation as in training"
         if name == COPY:
@@ -69,9 +70,13 @@ class Advice:
         is_made = self.found.parts.load is None
         return {
             READ: "the images are made on the device" if is_made else "the images are in memory",
-            DECODE: "the images are made on the device" if is_made else "the images are stored decoded",
+            DECODE: "the images are made on the device" if is_made else self._undecoded(),
             COPY: "the images are not copied",
         }[name]
+
+    def _undecoded(self) -> str:
+        is_stored = self.found.parts.kept is None
+        return "the images are stored decoded" if is_stored else "cannot be told from reading, which takes much longer"
 
     def _overlap(self, together: float) -> str:
         parts = self.found.parts

@@ -17,7 +17,7 @@ from falconet.report.sinks import Metrics
 OPENING = 30.0  # seconds that a run waits for a dashboard before its first update
 CLOSING = 60.0  # seconds that it waits after the last one for what is still to be sent
 WAITING = 1000  # calls that may wait for a slow dashboard, a few hundred bytes each but for pictures
-LONGEST = 300  # letters of an error; some libraries add a whole page
+LONGEST = 200  # letters of an error; some libraries add a whole page
 
 
 @dataclass(frozen=True)

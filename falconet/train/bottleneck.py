@@ -30,6 +30,7 @@ SLOW = 1.0  # seconds: a micro-batch that takes longer is measured by a smaller 
 FIRST = 8  # images of the first, small micro-batch on a CPU
 MOST_ACCUMULATED = 4  # micro-batches of an update
 AT_ONCE = 8  # updates that are launched before the device is waited for
+LEAST = 0.1  # of the time of loading: less than that is not told from noise
 SAMPLED = 200  # files whose size is looked up
 
 
@@ -48,7 +49,8 @@ class Parts:
     """Images per second of each part alone; None: there is no such part."""
 
     read: float | None  # from the disk
-    decode: float | None  # files that are in memory
+    kept: float | None  # read again, when the system has the files in memory
+    decode: float | None  # also None if reading takes so long that it cannot be told apart
     copy: float | None
     load: float | None  # by the whole input pipeline, from files in memory
     updates: Updates
@@ -65,11 +67,10 @@ class Parts:
         return min(found, 1 / (1 / self.load + 1 / self.read))  # a thread reads a file, and then decodes it
 
     def limit(self, *, from_disk: bool) -> str:
-        """The slowest part; without `from_disk`, of those after reading."""
-        counted = {
-            name: rate for name, rate in self.alone().items() if rate is not None and (from_disk or name != READ)
-        }
-        return min(counted, key=lambda name: counted[name])
+        """The slowest part."""
+        rates = self.alone() if from_disk else self.alone() | {READ: self.kept}
+        known = {name: rate for name, rate in rates.items() if rate is not None}
+        return min(known, key=lambda name: known[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def _alone(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOption
 def _parts(built: BuiltPhase, updates: Updates) -> Parts:
     options, world = built.options, built.site.world
     if options.data.data == "synthetic":
-        return Parts(read=None, decode=None, copy=None, load=None, updates=updates)
+        return Parts(read=None, kept=None, decode=None, copy=None, load=None, updates=updates)
     source = built.images.train
     crops = built.images.training_crops(options.augmentation, seed=options.run.seed)
     reading = Input(data=options.data, regime=built.regime, world=world, note=built.site.note)
@@ -149,11 +150,18 @@ def _parts(built: BuiltPhase, updates: Updates) -> Parts:
     load = measure.loader_rate(pipeline, seconds=LOADING)
     return Parts(
         read=cold,
-        decode=None if kept is None else 1 / max(1 / load - 1 / kept, 1e-9),
+        kept=kept,
+        decode=_rest(load, kept),
         copy=measure.copy_rate(pipeline, seconds=READING / 2),
         load=load,
         updates=updates,
     )
+
+
+def _rest(load: float, kept: float | None) -> float | None:
+    """Decoding alone: the time of loading without that of reading."""
+    seconds = 0.0 if kept is None else 1 / load - 1 / kept
+    return 1 / seconds if seconds > LEAST / load else None
 
 
 def _updates(launch: Launch, site: Site) -> Updates:

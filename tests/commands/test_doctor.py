@@ -181,9 +181,8 @@ def test_images_in_memory_are_neither_read_nor_decoded(falconet, data):
 
 @pytest.mark.usefixtures("quickly")
 def test_a_named_config_is_measured_on_what_there_is(falconet):
-    answer = falconet(
-        "doctor --config cifar10-resnet20 --data generated --image-size 32 --iterations 4 --micro-batch-size 8 --device cpu --threads 1"
-    )
+    generated = "--data generated --image-size 32 --iterations 4 --micro-batch-size 8"
+    answer = falconet(f"doctor --config cifar10-resnet20 {generated} --device cpu --threads 1")
     assert answer.code == 0, answer.err
     assert "resnet20-cifar on generated" in answer.out
 
@@ -205,11 +204,13 @@ def test_bad_input_is_one_line(falconet, line, message):
     assert answer.out == ""
 
 
-def finding(*, read=None, decode=None, copy=None, load=None, computed=100.0, trained=None, tried=None, **others):
+def finding(
+    *, read=None, kept=None, decode=None, copy=None, load=None, computed=100.0, trained=None, tried=None, **others
+):
     updates = Updates(computed=computed, trained=trained, micro_batch=32, number=9)
     options = TrainOptions(data=Data(**others.pop("data", {})), machine=Machine(precision="32.32"))
     values = {"device": torch.device("cpu"), "images": 1000, "stored": None, "packed": False, "described": "", **others}
-    parts = Parts(read=read, decode=decode, copy=copy, load=load, updates=updates)
+    parts = Parts(read=read, kept=kept, decode=decode, copy=copy, load=load, updates=updates)
     return Finding(parts=parts, options=options, tried=tried or {}, **values)
 
 
@@ -222,6 +223,19 @@ def test_the_first_epoch_reads_and_decodes_one_after_the_other():
     assert parts.together(from_disk=False) == 380.0
     assert parts.together(from_disk=True) == pytest.approx(200.0)  # 1 / (1 / 600 + 1 / 300)
     assert (parts.limit(from_disk=False), parts.limit(from_disk=True)) == (COMPUTE, READ)
+
+
+def test_decoding_is_what_loading_takes_beside_reading():
+    assert bottleneck._rest(100.0, 300.0) == pytest.approx(150.0)  # 10 ms - 3.3 ms
+    assert bottleneck._rest(100.0, 105.0) is None
+    assert bottleneck._rest(100.0, 90.0) is None
+    assert bottleneck._rest(100.0, None) is None
+
+
+def test_a_disk_that_is_slow_every_time_is_the_limit_even_if_memory_is_free():
+    found = finding(read=50.0, kept=55.0, load=54.0, computed=100.0, trained=52.0, stored=10**8)
+    assert advice(found).limit == READ
+    assert any(line.startswith("decode             -  cannot be told from reading") for line in advice(found).lines())
 
 
 @pytest.mark.parametrize(("stored", "limit"), [(10**8, DECODE), (10**10, READ)])
