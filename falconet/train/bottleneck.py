@@ -62,9 +62,10 @@ class Parts:
     def together(self, *, from_disk: bool) -> float:
         """The images per second of all of them at once."""
         found = self.updates.trained or self.updates.computed
-        if not from_disk or self.read is None or self.load is None:
+        if not from_disk or self.read is None or self.kept is None or self.load is None:
             return found
-        return min(found, 1 / (1 / self.load + 1 / self.read))  # a thread reads a file, and then decodes it
+        longer = max(0.0, 1 / self.read - 1 / self.kept)  # a thread reads a file, and then decodes it
+        return min(found, 1 / (1 / self.load + longer))
 
     def limit(self, *, from_disk: bool) -> str:
         """The slowest part."""

@@ -219,9 +219,9 @@ def advice(found, *, free=10**9, cores=8, decoder="the native decoder (avx2)"):
 
 
 def test_the_first_epoch_reads_and_decodes_one_after_the_other():
-    parts = finding(read=300.0, decode=700.0, load=600.0, computed=400.0, trained=380.0).parts
+    parts = finding(read=300.0, kept=3000.0, decode=700.0, load=600.0, computed=400.0, trained=380.0).parts
     assert parts.together(from_disk=False) == 380.0
-    assert parts.together(from_disk=True) == pytest.approx(200.0)  # 1 / (1 / 600 + 1 / 300)
+    assert parts.together(from_disk=True) == pytest.approx(214.2857)  # 1 / (1 / 600 + 1 / 300 - 1 / 3000)
     assert (parts.limit(from_disk=False), parts.limit(from_disk=True)) == (COMPUTE, READ)
 
 
@@ -240,10 +240,11 @@ def test_a_disk_that_is_slow_every_time_is_the_limit_even_if_memory_is_free():
 
 @pytest.mark.parametrize(("stored", "limit"), [(10**8, DECODE), (10**10, READ)])
 def test_a_disk_is_the_limit_only_of_files_that_do_not_fit_into_memory(stored, limit):
-    found = finding(read=50.0, decode=80.0, load=75.0, computed=100.0, trained=70.0, stored=stored)
+    found = finding(read=50.0, kept=600.0, decode=80.0, load=75.0, computed=100.0, trained=70.0, stored=stored)
     assert advice(found).limit == limit
     epoch = next(line for line in advice(found).lines() if line.startswith("an epoch"))
-    assert ("the first one 33.3s, from the disk" in epoch) == (limit == DECODE)  # 1000 / (1 / (1 / 75 + 1 / 50))
+    # 1000 x (1 / 75 + 1 / 50 - 1 / 600) seconds
+    assert ("the first one 31.7s, from the disk" in epoch) == (limit == DECODE)
 
 
 CHANGES = [
