@@ -13,11 +13,18 @@ WORKERS ?= 2
 ifeq ($(shell uname -s -m),Linux x86_64)
 TRITON := .venv-triton/installed
 endif
+# What `make install` says at its end: extras of pyproject.toml, and what each is for.
+OPTIONAL := tensorboard 'train --tensorboard: event files for TensorBoard' wandb 'train --wandb: Weights & Biases' \
+	mlflow 'train --mlflow: MLflow' aim 'train --aim: Aim, without -c constraints.txt: it needs an older filelock' \
+	plots 'train --save-plots: PNG and PDF plots' search 'falconet search: Optuna' \
+	export 'falconet export: ONNX' telemetry 'serve --opentelemetry: traces'
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: install triton chromium train check fast test tests test-slow lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
 
 install: .venv/installed
+	@echo "installed: .venv/bin/falconet. Optional parts, each by $(BIN)/pip install -c constraints.txt '.[NAME]':"
+	@printf '  %-12s %s\n' $(OPTIONAL)
 
 # For `falconet bench serve --server triton`.
 triton: $(TRITON)

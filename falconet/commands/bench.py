@@ -14,6 +14,7 @@ from falconet.config.load import Loaded
 from falconet.config.options import Bench
 from falconet.errors import ConfigError, LinkError, named_option
 from falconet.exits import DONE, FAILED, INTERRUPTED, SLOWER
+from falconet.parallel import host
 from falconet.report.console import Screen, counted
 
 # torch is imported where it is used, so that an unknown spec is reported without it.
@@ -55,7 +56,7 @@ def machine() -> dict[str, object]:
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if cuda else []
     return {
         "devices": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)),
-        "processor": _processor(),
+        "processor": host.processor(),
         "cores": world.cores(),
         "falconet": falconet.__version__,
         "torch": torch.__version__,
@@ -177,11 +178,3 @@ def _show_plan(jobs: Sequence[runner.Job], screen: Screen) -> None:
         folded = f"; {here} here, so it would be folded" if job.devices > here else ""
         screen.line(f"{job.name}: {counted(job.devices, 'device')}{folded}")
         screen.line(f"  {job.command.shown()}")
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -1,93 +1,116 @@
-"""`falconet doctor`: report what this machine has, how fast it decodes photos, and whether processes work together."""
+"""`falconet doctor`: report what this machine has, what limits a training, and whether processes work together."""
 
 import os
-import platform
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
 
-import falconet
-from falconet import writing
-from falconet.commands import selftest
+from falconet.commands import decoders, disk_speed, machine_facts, selftest
+from falconet.commands.advice import Advice
+from falconet.config import options as sections
 from falconet.config.commands import DoctorOptions
-from falconet.config.fields import value_or
+from falconet.config.fields import options_of, value_or
 from falconet.config.load import Loaded, typed
-from falconet.config.options import Data
 from falconet.config.settings import LINE
-from falconet.data import input, measure, native
-from falconet.data.buffers import PixelRows, RowReader
-from falconet.data.crops import Crops
-from falconet.data.image_files import BadImages
-from falconet.data.loader import Resources
-from falconet.data.measure import Pipeline
-from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.data.readers import PillowReader, reader_for
-from falconet.data.storage import FileSource
+from falconet.data import input
 from falconet.errors import ConfigError, DeviceError
-from falconet.parallel import environment
+from falconet.parallel import environment, host
 from falconet.parallel.environment import Place
 from falconet.parallel.world import cores, device_kind, open_world
 from falconet.report import console
-from falconet.report.console import counted
+from falconet.report.console import Say, counted
+from falconet.train import bottleneck
 
-PHOTOS, WIDTH, HEIGHT = 48, 500, 375  # ImageNet's usual size
-PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-WORTH = 2.0  # times as fast: decoding and training take turns on the device, which about halves its speed
-MEASURED = 1.0  # seconds for each decoder
 TIMEOUT = 120.0  # seconds that a process waits for another
+OF_THE_MACHINE = (sections.Machine, sections.Doctor)  # options that say nothing of a training
 
 
 def run(loaded: Loaded[DoctorOptions]) -> int:
     options, line, place = loaded.options, loaded.line, environment.find_place(os.environ)
-    _check_effective({setting.option for setting in line if setting.source == LINE}, options)
-    if place is None:
-        for text in machine():
-            console.spoken()(text)
-    if not options.doctor.distributed:
-        if place is None:
-            device = torch.device(device_kind(options.machine.device))
-            for text in findings(device, seconds=MEASURED):
-                console.spoken()(text)
+    given = {setting.option for setting in line if setting.source == LINE}
+    of_training = [name for name in given if _is_of_training(name)]
+    _check_effective(given, of_training, options)
+    say = console.spoken()
+    if options.doctor.distributed:
+        return _distributed(loaded, place)
+    if place is not None and place.rank:
         return 0
-    count = processes(options)
-    if place is None and count > 1:
-        from falconet.parallel.launch import Workers, launch
+    for text in machine_facts.lines():
+        say(text)
+    if of_training:
+        return _examine(loaded, say)
+    say(_disk(Path.cwd()))
+    for text in decoders.findings(torch.device(device_kind(options.machine.device)), seconds=decoders.MEASURED):
+        say(text)
+    return 0
 
-        workers = Workers(argv=["doctor", *typed(line)], processes=count, restarts=0)
-        return launch(workers, progress=lambda: None, say=console.spoken())
-    return _check_processes(options, place)
+
+def _is_of_training(name: str) -> bool:
+    """Whether an option, perhaps with no- before it, describes a training."""
+    known = options_of(DoctorOptions)
+    option = known.get(name) or known.get(name.removeprefix("no-"))
+    return name == "config" or (option is not None and option.section not in OF_THE_MACHINE and name != "replicas")
 
 
-def _check_effective(given: Collection[str], options: DoctorOptions) -> None:
+def _check_effective(given: Collection[str], of_training: Collection[str], options: DoctorOptions) -> None:
     """Refuse options that would have no effect."""
+    if options.doctor.distributed:
+        for name in of_training:
+            raise ConfigError(f"--{name}: has no effect with --distributed, which trains nothing")
+    elif "replicas" in given:
+        raise ConfigError(f"--replicas {options.parallel.replicas}: needs --distributed, which starts processes")
+    if of_training:
+        return
     for name in ("precision", "deterministic", "no-deterministic"):
         if name in given:
-            raise ConfigError(f"--{name}: has no effect on doctor, whose checks fix it")
+            raise ConfigError(f"--{name}: has no effect on doctor, whose checks fix it, without a training to measure")
     if "threads" in given and not options.doctor.distributed:
-        raise ConfigError("--threads: has no effect on doctor without --distributed")
+        raise ConfigError("--threads: has no effect on doctor without --distributed or a training to measure")
 
 
-def machine() -> list[str]:
-    """Versions, cores and devices."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = ", ".join(torch.cuda.get_device_name(number) for number in range(count))
-    return [
-        f"falconet {falconet.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        f"{counted(cores(), 'CPU core')}, {counted(count, 'CUDA device')}{': ' if devices else ''}{devices}",
-        f"photos are decoded by {input.decoder()}",
-    ]
+def _examine(loaded: Loaded[DoctorOptions], say: Say) -> int:
+    """What limits a training with these options."""
+    data = loaded.options.data
+    if data.data_dir is not None and data.data_dir.is_dir():
+        say(_disk(data.data_dir))
+    say("measuring reading, decoding, copying and computing of this configuration ...")
+    free = host.available()
+    found = bottleneck.find(loaded, free=free)
+    decoder = input.decoder("cuda" if found.options.data.decode_device == "cuda" else "cpu")
+    for text in Advice(found=found, free=free, cores=cores(), decoder=decoder).lines():
+        say(text)
+    return 0
+
+
+def _disk(folder: Path) -> str:
+    try:
+        return disk_speed.measure(folder).line(folder)
+    except OSError as error:
+        return f"disk of {folder}: not measured, because no file can be made there: {error.strerror or error}"
 
 
 # Processes.
 
 
+def _distributed(loaded: Loaded[DoctorOptions], place: Place | None) -> int:
+    options = loaded.options
+    if place is None:
+        for text in machine_facts.lines():
+            console.spoken()(text)
+    count = processes(options)
+    if place is None and count > 1:
+        from falconet.parallel.launch import Workers, launch
+
+        workers = Workers(argv=["doctor", *typed(loaded.line)], processes=count, restarts=0)
+        return launch(workers, progress=lambda: None, say=console.spoken())
+    return _check_processes(options, place)
+
+
 def processes(options: DoctorOptions) -> int:
     """As many as --replicas asks for; else one per CUDA device, or two on a CPU."""
     cuda = device_kind(options.machine.device) == "cuda"
-    return value_or(options.doctor.replicas, torch.cuda.device_count() if cuda else 2)
+    return value_or(options.parallel.replicas, torch.cuda.device_count() if cuda else 2)
 
 
 def _check_processes(options: DoctorOptions, place: Place | None) -> int:
@@ -103,63 +126,3 @@ def _check_processes(options: DoctorOptions, place: Place | None) -> int:
         if failed:
             raise DeviceError(f"--distributed: {counted(len(failed), 'check')} failed: {', '.join(failed)}")
     return 0
-
-
-# Decoders, measured on generated photos.
-
-
-def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
-    """Images per second of each decoder, and which one to use, in words."""
-    with writing.scratch() as folder:
-        rates = _rates(made_photos(Path(folder)), device, seconds)
-    threads = counted(input.workers(Data()), "thread")
-    yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {threads}, images per second:"
-    yield from (f"  {name:<28} {rate:>8,.0f}" for name, rate in rates.items())
-    yield f"recommended: {recommended(rates)}"
-
-
-def recommended(rates: dict[str, float]) -> str:
-    """`--decode-device` for these rates, by decoder."""
-    host = max(rate for name, rate in rates.items() if not name.startswith("nvJPEG"))
-    device = max((rate for name, rate in rates.items() if name.startswith("nvJPEG")), default=0.0)
-    return "--decode-device cuda" if device > WORTH * host else "--decode-device cpu"
-
-
-def made_photos(root: Path) -> FileSource:
-    """Clouds and grain, with as many bits per pixel as ImageNet's photos (about 100 kB each)."""
-    random = np.random.default_rng(0)
-    (root / "made").mkdir()
-    names = [f"{number:02}.jpg" for number in range(PHOTOS)]
-    for name in names:
-        clouds = Image.fromarray(random.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-        smooth = np.asarray(clouds.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
-        grain = random.normal(0, 9, (HEIGHT, WIDTH, 1)).astype(np.float32)
-        pixels = (smooth + grain).clip(0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(root / "made" / name, quality=93, subsampling=0)
-    return FileSource.of(root, names=names, labels=[0] * PHOTOS, class_names=("made",))
-
-
-def _rates(source: FileSource, device: torch.device, seconds: float) -> dict[str, float]:
-    crops = Crops(preprocessing=PREPROCESSING, augment="crop-flip")
-    bad = BadImages(0, note=lambda _: None)
-    host = reader_for(source, crops=crops, bad=bad)
-    on_host = Resources(workers=input.workers(Data()))
-    ways: dict[str, Pipeline] = {}
-    library = native.library()
-    if library is not None:
-        ways[f"native decoder ({library.processor})"] = _pipeline(source, PixelRows(host), on_host)
-    pillow = PixelRows(PillowReader(source, crops=crops, bad=bad))
-    ways["Pillow"] = _pipeline(source, pillow, on_host)
-    if device.type == "cuda":
-        from falconet.data.gpu import DeviceBuffers, DeviceRows
-
-        rows = DeviceRows(device, source=source, crops=crops, host=host)
-        workers = input.workers(Data(decode_device="cuda"))
-        ways["nvJPEG on the device"] = _pipeline(
-            source, rows, Resources(workers=workers, buffers=DeviceBuffers(device))
-        )
-    return {name: measure.fill_rate(pipeline, seconds=seconds) for name, pipeline in ways.items()}
-
-
-def _pipeline(source: FileSource, reader: RowReader, resources: Resources) -> Pipeline:
-    return Pipeline(source=source, reader=reader, resources=resources, micro_batch=PHOTOS, training=True)

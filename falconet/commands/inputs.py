@@ -1,6 +1,7 @@
 """What a command reads must exist: checked on the loaded options, before torch is imported."""
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ EXPORT_PACKAGES = {
     **dict.fromkeys(("onnx", "triton"), ("onnx", "onnxscript", "onnxruntime")),
     "openvino": ("openvino",),
 }
+DASHBOARDS = ("tensorboard", "wandb", "mlflow", "aim")  # an option, a package and an extra each
 SET_BY_SEARCH = ("run-dir", "resume", "temporary", "name-suffix", "plan")
 FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.AverageOptions)
 PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -57,6 +59,8 @@ def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
     _check_validated(options)
     if command is not commands.RestoreOptions:
         return stated
+    if isinstance(options, commands.RestoreOptions):
+        _check_logged(options)
     folder = format.newest_whole(path, note=_note)
     return replace(stated.over(format.read_manifest(folder).config), checkpoint=folder)
 
@@ -87,7 +91,7 @@ def _load_search(command: type[Options], line: Sequence[Setting]) -> Loaded[Opti
 
 def require_package(name: str, *, extra: str) -> None:
     try:
-        is_there = importlib.util.find_spec(name) is not None
+        is_there = sys.modules[name] is not None if name in sys.modules else importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # a package that should contain it
         is_there = False
     if not is_there:
@@ -134,9 +138,19 @@ def check(options: Any) -> None:
             require_checkpoints(path)
     if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
         _require_data(options.data.data_dir)
-    if isinstance(options, commands.TrainOptions) and options.logging.report and options.logging.save_plots:
-        _require_plots()
+    if isinstance(options, commands.TrainOptions):
+        _check_logged(options)
     _check_validated(options)
+
+
+def _check_logged(options: commands.TrainOptions) -> None:
+    """The packages of dashboards and plots."""
+    for package in DASHBOARDS:
+        if getattr(options.logging, package):
+            with named_option(package):
+                require_package(package, extra=package)
+    if options.logging.report and options.logging.save_plots:
+        _require_plots()
 
 
 def _require_plots() -> None:

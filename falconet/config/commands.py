@@ -106,6 +106,19 @@ class SearchOptions(TrainOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorOptions(TrainOptions):
+    """Report what this machine has and whether it works; of a training, which part limits it and what to change."""
+
+    example = "falconet doctor photos/ --model resnet50"
+    common = (
+        *("config", "model", "data", "data-dir", "image-size", "micro-batch-size", "augment", "dataloader-workers"),
+        *("decode-device", "device", "precision", "distributed", "replicas"),
+    )
+
+    doctor: Doctor = field(default_factory=Doctor)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RestoreOptions(TrainOptions):
     """Continue a run exactly where a checkpoint left it; options override the checkpoint's."""
 
@@ -279,16 +292,6 @@ class ExportOptions(Command):
     pretrained: Pretrained = field(default_factory=Pretrained)
     model: Model = field(default_factory=Model)
     fresh: Fresh = field(default_factory=Fresh)
-    machine: Machine = field(default_factory=Machine)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions(Command):
-    """Report what this machine has, and whether it works."""
-
-    example = "falconet doctor --distributed --replicas 2"
-
-    doctor: Doctor = field(default_factory=Doctor)
     machine: Machine = field(default_factory=Machine)
 
 

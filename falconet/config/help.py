@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from falconet.config import options as declared
-from falconet.config.commands import Command, SearchOptions, TrainOptions
+from falconet.config.commands import Command, DoctorOptions, SearchOptions, TrainOptions
 from falconet.config.fields import Option, options_of, sections_of
 from falconet.config.recipes import PHOTOS, values_of
 from falconet.config.settings import spelled
@@ -79,7 +79,7 @@ def default_of(option: Option) -> str:
 
 def for_photos(command: type[object]) -> dict[str, str]:
     """The defaults of a training on photos that are not the options' own, by option."""
-    if command not in (TrainOptions, SearchOptions):
+    if command not in (TrainOptions, SearchOptions, DoctorOptions):
         return {}
     known = options_of(command)
     stated = {name: str(value) for name, value in values_of(PHOTOS).items()}

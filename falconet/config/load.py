@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from falconet.config import effects, rules, synonyms
-from falconet.config.commands import BenchServeOptions, Command, InferOptions, SearchOptions, TrainOptions
+from falconet.config.commands import (
+    BenchServeOptions,
+    Command,
+    DoctorOptions,
+    InferOptions,
+    SearchOptions,
+    TrainOptions,
+)
 from falconet.config.fields import Option, options_of, sections_of, value_of
 from falconet.config.recipes import PHOTOS, Use, from_config, source_of
 from falconet.config.settings import (
@@ -103,7 +110,7 @@ def read_line(command: type[Command], argv: Sequence[str], *, photos: str | None
     options = options_of(command)
     line = from_line(_with_names(command, argv), options)
     named = [setting.values[0] for setting in line if setting.option == "config"]
-    if not named and photos and command in (TrainOptions, SearchOptions) and _names_photos(line):
+    if not named and photos and command in (TrainOptions, SearchOptions, DoctorOptions) and _names_photos(line):
         named = [photos]
     use: Use = "bench infer" if command in (InferOptions, BenchServeOptions) else "train"
     return (from_config(named[-1], options, use=use) if named else []) + line

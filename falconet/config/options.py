@@ -503,22 +503,26 @@ class Averaging:
 
 @dataclass(frozen=True, kw_only=True)
 class Logging:
-    """Log points, TensorBoard, Weights & Biases, profiling."""
+    """Log points, TensorBoard, Weights & Biases, MLflow, Aim, profiling."""
 
     logs_per_epoch: Annotated[int, AtLeast(1)] = 1
     """Log points per epoch."""
     log_interval: Annotated[int, AtLeast(1)] | None = None
     """Updates between log points, instead of --logs-per-epoch."""
     tensorboard: bool = local(False, again="continue the TensorBoard files")
-    """Also write TensorBoard files to the run folder."""
+    """Also write TensorBoard files to the run folder: metrics, pictures, the confusion matrix, options, the model."""
     wandb: bool = local(False, again="continue uploading")
     """Also log to Weights & Biases; offline if there is no key or no connection."""
+    mlflow: bool = local(False, again="continue the run in MLflow")
+    """Also log to MLflow: MLFLOW_TRACKING_URI, else mlflow.db in the current folder; the report is an artifact."""
+    aim: bool = local(False, again="log to Aim again")
+    """Also log to Aim, in the nearest .aim above the current folder, else one in it."""
     profile: bool = local(False, again="trace updates")
     """Profile some of the first updates: kernels, layers and memory in the report; profile.json.gz (for Perfetto)."""
     wandb_project: str = local("falconet", again="upload to the same project")
     """Weights & Biases project."""
     weight_histogram: bool = local(False, again="continue the histograms")
-    """Log histograms of all trained weights to --wandb and --tensorboard (also --wandb-weight-histogram)."""
+    """Log histograms of all trained weights to --tensorboard, --wandb and --aim (also --wandb-weight-histogram)."""
     report: bool = portable(True)  # files in the run folder, as the next two
     """Write report.html, a page about the run, and results.csv to the run folder, after epochs and at the end."""
     save_plots: bool = portable(False)
@@ -860,9 +864,7 @@ class Doctor:
     """What is checked."""
 
     distributed: bool = False
-    """Start processes and check collectives, averaged gradients, shared batch norm, pipelines and checkpoints."""
-    replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Processes for --distributed; auto: one per CUDA device, or 2 on a CPU."""
+    """Start processes (--replicas N, else one per CUDA device, or 2 on a CPU) and check that they work together."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -472,12 +472,6 @@ def _resuming_needs_a_run_folder(options: Any) -> str | None:
     return None
 
 
-def _doctor_replicas_need_distributed(options: Any) -> str | None:
-    if options.doctor.replicas != "auto" and not options.doctor.distributed:
-        return f"--replicas {options.doctor.replicas}: needs --distributed, which starts processes"
-    return None
-
-
 def _url_or_server(options: Any) -> str | None:
     if options.load.url is not None and options.load.server != "falconet":
         return f"--server {options.load.server}: contradicts --url, whose server is already running"
@@ -542,8 +536,9 @@ def _one_proportion_per_stage(options: Any) -> str | None:
 
 
 def _histograms_need_a_sink(options: Any) -> str | None:
-    if options.logging.weight_histogram and not (options.logging.wandb or options.logging.tensorboard):
-        return "--weight-histogram: needs --wandb or --tensorboard, where histograms go"
+    logging = options.logging
+    if logging.weight_histogram and not (logging.tensorboard or logging.wandb or logging.aim):
+        return "--weight-histogram: needs --tensorboard, --wandb or --aim, where histograms go"
     return None
 
 
@@ -658,6 +653,5 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("table",), _tables_are_csv),
     (("export",), _int8_is_onnx),
     (("serving",), _int8_is_onnx_runtimes),
-    (("doctor",), _doctor_replicas_need_distributed),
     (("inference",), _splits_of_predictions_are_layers_or_auto),
 )

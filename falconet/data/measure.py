@@ -1,6 +1,7 @@
 """Images per second of each step of the input pipeline alone, and of all of them together."""
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ from falconet.data.augment import PixelChanges
 from falconet.data.buffers import Batch, RowReader
 from falconet.data.keyed import IntArray
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
-from falconet.data.storage import ArraySource, BoolArray, Source
+from falconet.data.storage import ArraySource, BoolArray, FileSource, PhotoSource, Source
 from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
 
@@ -82,10 +83,10 @@ def _of_all(stage: Stage, world: World) -> Stage:
 
 def _own_rates(pipeline: Pipeline, seconds: float) -> list[Stage]:
     threads = counted(pipeline.threads, "thread")
-    read = _read_rate(pipeline, seconds)
+    read = read_rate(pipeline, seconds=seconds)
     both = fill_rate(pipeline, seconds=seconds)
     decode = both if read is None else 1 / max(1 / both - 1 / read, 1e-9)
-    copy = _copy_rate(pipeline, seconds)
+    copy = copy_rate(pipeline, seconds=seconds)
     device = pipeline.resources.device
     return [
         Stage(READ, read, threads if read else "the images are in memory"),
@@ -95,13 +96,65 @@ def _own_rates(pipeline: Pipeline, seconds: float) -> list[Stage]:
         ),
         Stage(COPY, copy, "from pinned memory" if copy else "the images are not copied"),
         *_augment_stage(pipeline, seconds),
-        Stage(TOGETHER, _passing(pipeline, pipeline.reader, seconds), f"{threads}, to {device.type}"),
+        Stage(TOGETHER, loader_rate(pipeline, seconds=seconds), f"{threads}, to {device.type}"),
     ]
 
 
 def fill_rate(pipeline: Pipeline, *, seconds: float) -> float:
     """Images per second read, decoded and resized by the pipeline's threads, without a loader."""
     return _thread_rate(pipeline, _filled(pipeline), pipeline.reader.rows, seconds)
+
+
+def loader_rate(pipeline: Pipeline, *, seconds: float) -> float:
+    """Images per second of the whole pipeline, to the device."""
+    return _passing(pipeline, pipeline.reader, seconds)
+
+
+MOST_COLD = 4096  # images that are dropped from memory and read again, each once
+
+
+def cold_read_rate(pipeline: Pipeline, *, seconds: float) -> float | None:
+    """Images per second read from the disk by the pipeline's threads; None: they are in memory.
+
+    What the system keeps of their files in memory is dropped first, by posix_fadvise.
+    """
+    source = pipeline.source
+    if isinstance(source, ArraySource):
+        return None
+    order, begin = np.random.default_rng(1).permutation(len(source))[:MOST_COLD].tolist(), time.perf_counter()
+    dropped: list[int] = []
+    while not dropped or (len(dropped) < len(order) and time.perf_counter() - begin < seconds):
+        _drop(source, order[len(dropped)])
+        dropped.append(order[len(dropped)])
+    left, begin = iter(dropped), time.perf_counter()
+
+    def read() -> int:
+        done = 0
+        for index in iter(lambda: next(left, None), None):  # taking the next one is atomic
+            source.encoded(index)
+            done += 1
+            if time.perf_counter() - begin > seconds:
+                break
+        return done
+
+    with ThreadPoolExecutor(pipeline.threads, thread_name_prefix="falconet-measure") as pool:
+        images = sum(pool.map(lambda _: read(), range(pipeline.threads)))
+    return images / (time.perf_counter() - begin)
+
+
+def _drop(source: PhotoSource, index: int) -> None:
+    """Let the system forget the content of an image's file; what was just written is written to the disk first."""
+    if isinstance(source, FileSource):
+        path, begin, size = source.path(index), 0, 0  # all of it
+    else:
+        path = source.shards.paths[int(source.places.shards[index])]
+        begin, size = int(source.places.begins[index]), int(source.places.sizes[index])
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(handle)
+        os.posix_fadvise(handle, begin, size, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
 
 
 def limiting(measured: Iterable[Stage]) -> str:
@@ -132,7 +185,8 @@ class _Blank:
         return np.ones(len(indices), dtype=np.bool_)
 
 
-def _read_rate(pipeline: Pipeline, seconds: float) -> float | None:
+def read_rate(pipeline: Pipeline, *, seconds: float) -> float | None:
+    """Images per second read and not decoded, from wherever they are; None: they are in memory."""
     source = pipeline.source
     if isinstance(source, ArraySource):
         return None
@@ -189,7 +243,7 @@ def _passing(pipeline: Pipeline, reader: RowReader, seconds: float) -> float:
     return images / (time.perf_counter() - begin)
 
 
-def _copy_rate(pipeline: Pipeline, seconds: float) -> float | None:
+def copy_rate(pipeline: Pipeline, *, seconds: float) -> float | None:
     """Images per second from the host's memory to the device; None if nothing is copied."""
     images, device = (
         pipeline.resources.batch_for(pipeline.reader, pipeline.micro_batch).images,

@@ -1,6 +1,7 @@
-"""Processes and memory of this host: end leftover processes, find peak and free memory. No torch in here."""
+"""Processes, memory and processor of this host: end leftover processes, find peak and free memory. No torch in here."""
 
 import os
+import platform
 import re
 import resource
 import signal
@@ -171,3 +172,29 @@ def _number(path: Path) -> int | None:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):  # no such limit, or the word `max`
         return None
+
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def processor() -> str:
+    """The processor's name."""
+    return _cpuinfo("model name") or platform.processor() or "unknown processor"
+
+
+def processor_flags() -> frozenset[str]:
+    """What the processor can do, in Linux's words; empty where they are not told."""
+    return frozenset((_cpuinfo("flags") or _cpuinfo("Features") or "").split())
+
+
+def _cpuinfo(name: str) -> str:
+    with suppress(OSError):
+        for line in CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.partition(":")[0].strip() == name:
+                return line.partition(":")[2].strip()
+    return ""
+
+
+def total_memory() -> int:
+    """Bytes of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

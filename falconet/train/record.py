@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,10 +28,12 @@ from falconet.data.loader import stretch
 from falconet.data.readers import reader_for
 from falconet.data.storage import ArraySource, PixelArray
 from falconet.errors import UserError
+from falconet.parallel import host
 from falconet.parallel.grid import Grid
 from falconet.parallel.world import World, cores
 from falconet.report import plots, run_files, run_page
 from falconet.report.console import Say
+from falconet.report.dashboards import Confusion, Dashboard, Picture
 from falconet.report.run_files import ANSWERS, ENVIRONMENT, LAYERS, MEMORY, REPORT, SEEN, MemoryPoint, State
 from falconet.report.styles import Validated
 from falconet.report.throughput import Stopwatch
@@ -90,7 +92,7 @@ class Reported:
         self._begin = own.start
         self._collected: dict[Which, Collected] = {}
         self._which: Which = "other"
-        self._answers: tuple[Answers | None, dict[str, object]] | None = None  # not written yet
+        self._answers: tuple[Answers | None, dict[str, Any]] | None = None  # not written yet
         self._first: Batch | None = None  # on the host, not written yet
         earlier = run_files.read_memory(folder) if grid.world.is_first and update else []
         self._memory = {each.update: each for each in earlier if each.update <= update}
@@ -155,14 +157,17 @@ class Reported:
 
     def _write_records(self) -> None:
         if self._first is not None:
-            seen = {"update": self._update + 1, "pictures": _seen(self._first, self._images)}
-            writing.replace(self._folder, SEEN, json.dumps(seen))
+            pictures = _seen(self._first, self._images)
+            writing.replace(self._folder, SEEN, json.dumps({"update": self._update + 1, "pictures": pictures}))
             self._first = None
+            self._page.show_seen(self._update + 1, pictures)
         if self._answers is not None:
             answers, content = self._answers
             examples = _examples(answers, self._images) if answers else {}
             writing.replace(self._folder, ANSWERS, json.dumps(content | examples))
             self._answers = None
+            if answers:
+                self._page.show_answers(content | examples, self._images.class_names)
         lines = [json.dumps(vars(each)) for each in self._memory.values()]
         writing.replace(self._folder, MEMORY, "".join(f"{line}\n" for line in lines))
 
@@ -178,11 +183,13 @@ def warned(say: Say) -> Iterator[None]:
 
 
 class Page:
-    """Writes report.html and results.csv from the files of the run, not too often."""
+    """Writes report.html and results.csv from the files of the run, not too often; dashboards get the pictures too."""
 
-    def __init__(self, *, draws: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, draws: bool, dashboards: Sequence[Dashboard] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`draws`: plots too, at the end."""
-        self._draws, self._clock = draws, clock
+        self._draws, self._dashboards, self._clock = draws, dashboards, clock
         self._next = -float("inf")
 
     def is_due(self) -> bool:
@@ -194,6 +201,27 @@ class Page:
         if self._draws and state != "going":
             plots.save([run], folder)
         self._next = self._clock() + RARELY * (self._clock() - begun)
+
+    def show_seen(self, update: int, pictures: Sequence[Pictured]) -> None:
+        shown = [_shown(each["label"], each) for each in pictures]
+        for dashboard in self._dashboards:
+            dashboard.write_pictures(update, "first_batch", shown)
+
+    def show_answers(self, content: Mapping[str, Any], class_names: Sequence[str]) -> None:
+        """Of the best validation, as it is written for the report."""
+        update: int = content["update"]
+        confusion = Confusion(class_names, content["confusion"]["cells"])
+        mistakes = [
+            _shown(f"{each['label']} taken for {each['predicted']}, {100 * each['probability']:.0f} %", each["picture"])
+            for each in content["mistakes"]
+        ]
+        for dashboard in self._dashboards:
+            dashboard.write_confusion(update, confusion)
+            dashboard.write_pictures(update, "mistakes", mistakes)
+
+
+def _shown(caption: str, picture: Pictured) -> Picture:
+    return Picture(caption, base64.b64decode(picture["data"]))
 
 
 class NoPage(Page):
@@ -338,7 +366,7 @@ def environment_of(world: World, *, threads: int) -> dict[str, str]:
         "PyTorch": torch.__version__,
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": f"{_processor()}, {cores()} cores for this process, {threads} threads",
+        "processor": f"{host.processor()}, {cores()} cores for this process, {threads} threads",
         "JPEG decoder": input.decoder(),
         "processes": str(world.size),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
@@ -350,11 +378,3 @@ def environment_of(world: World, *, threads: int) -> dict[str, str]:
     else:
         found["device"] = "CPU"
     return found
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown processor"

@@ -8,8 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -130,7 +131,7 @@ def _carried_out(launch: Launch) -> int:
             built.popleft()
 
         bad = built[0].images.check.lines()
-        layers = _layers(built[0])
+        layers, graph = _layers(built[0]), _graph(built[0])
 
         def open_folder() -> Path:
             folder = _open_folder(launch, plan, held, bad)
@@ -142,7 +143,7 @@ def _carried_out(launch: Launch) -> int:
                 screen.line(f"the loss at each learning rate: {folder / lr_finder.PLOT}")
             return folder
 
-        return _run_phases(built, open_folder, began=began)
+        return _run_phases(built, open_folder, began=began, graph=graph)
 
 
 def _with_rate(launch: Launch, site: build.Site) -> tuple[Launch, Finding | None]:
@@ -167,8 +168,21 @@ def _layers(built: BuiltPhase) -> list[Row]:
     return layer_table(built.placement.whole, image_size=built.images.preprocessing.image_size, on=on)
 
 
-def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, began: float) -> int:
-    """Train every phase; one that is done leaves `phases`, which frees its memory on the device."""
+def _graph(built: BuiltPhase) -> Any:
+    """The model for TensorBoard, if that was asked for and works; before the model is changed for its device."""
+    if not built.options.logging.tensorboard or not built.site.world.is_first:
+        return None
+    from falconet.report.tensorboard import graph_of
+
+    size = built.images.preprocessing.image_size
+    return graph_of(built.placement.whole, image_size=size, say=built.site.screen.line)
+
+
+def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, began: float, graph: Any = None) -> int:
+    """Train every phase; one that is done leaves `phases`, which frees its memory on the device.
+
+    `graph`: of the model, for dashboards.
+    """
     first = phases[0]
     launch, site, options = first.launch, first.site, first.launch.loaded.options
     state = begin(first)
@@ -191,8 +205,10 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, b
         run_folder.EndRecorded(folder if site.world.is_first else None),
         run_folder.full_disk_explained(folder, saved),
         run_folder.memory_explained(saved),
-        contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=began)) as sinks,
+        contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=began, mark=mark)) as sinks,
     ):
+        for each in sinks.dashboards if graph is not None else ():
+            each.write_graph(graph)
         session = Session(folder=folder, mark=mark, sinks=sinks)
         handed = train_phase(phases.popleft(), state, session)
         del first
@@ -345,14 +361,21 @@ def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, ba
     return folder
 
 
-def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: float) -> run_folder.Sinks:
+def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: float, mark: str) -> run_folder.Sinks:
     """The sinks of the run, in the first process; it starts after `update`. `began`: seconds since 1970."""
     first, options = phases[0], phases[0].options
     if not first.site.world.is_first:
         return run_folder.Sinks()
+    opens = partial(
+        run_folder.open_sinks,
+        folder,
+        first.launch.loaded,
+        say=first.site.screen.line,
+        mark=mark,
+        restored=first.launch.restored,
+    )
     if not options.logging.mlperf_logging:
-        screen = first.site.screen
-        return run_folder.open_sinks(folder, first.launch.loaded, restored=first.launch.restored, say=screen.line)
+        return opens()
     submission = log.submission(
         options,
         first.plan,
@@ -362,9 +385,7 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
         began=began,
     )
     path = folder / f"result_{options.run.seed}.txt"
-    mlperf = MlperfLog(path, submission, done=first.plan.place(update)[0])
-    say, restored = first.site.screen.line, first.launch.restored
-    return run_folder.open_sinks(folder, first.launch.loaded, mlperf, restored=restored, say=say)
+    return opens(MlperfLog(path, submission, done=first.plan.place(update)[0]))
 
 
 def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best: Best | None = None) -> Handover | None:
@@ -432,6 +453,8 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             joules=joules,
         )
         run_folder.write_summary(folder, watch.log, ending)
+        if built.phase.is_last:
+            run_folder.write_result(watch.log, ending, session.sinks.dashboards)
         end = recorder.ended if built.phase.is_last else recorder.phase_ended
         report = end(state.progress.update)
         is_told = built.launch.conventions.is_ours and not built.options.run.temporary
@@ -452,7 +475,7 @@ def _recorder(built: BuiltPhase, session: Session, *, update: int, stopwatch: St
         update=update,
         stopwatch=stopwatch,
         say=built.site.screen.line,
-        page=page(draws=logging.save_plots),
+        page=page(draws=logging.save_plots, dashboards=session.sinks.dashboards),
     )
 
 
@@ -514,7 +537,7 @@ def _output(
         restored=manifest.metrics if manifest and state.progress.unvalidated else None,
         best=best or (Best(*stored) if stored else None),
     )
-    style = log.open_style(built, session.folder, sinks=session.sinks.tables)
+    style = log.open_style(built, session.folder, sinks=session.sinks.dashboards)
     return Output(screen=built.site.screen, style=style, measurements=measurements, stopwatch=stopwatch)
 
 
@@ -573,8 +596,8 @@ def _log(built: BuiltPhase, state: TrainState, session: Session, *, output: Outp
     trained, stages, stopwatch = built.placement.trained, built.site.grid.stages, output.stopwatch
     also = [lambda update: session.sinks.write_times(update, stopwatch.update_seconds())]
     if built.options.logging.weight_histogram and built.site.grid.replicas.rank == 0:
-        weights = session.sinks.weights
-        draw = weight_drawing(built.model, trained, stages=stages, sinks=weights, pause=stopwatch.standing)
+        dashboards = session.sinks.dashboards
+        draw = weight_drawing(built.model, trained, stages=stages, sinks=dashboards, pause=stopwatch.standing)
         also.insert(0, draw)
     return Log(
         plan=built.plan,

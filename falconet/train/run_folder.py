@@ -4,6 +4,7 @@ import contextlib
 import csv
 import fcntl
 import json
+import math
 import os
 import shlex
 import shutil
@@ -19,8 +20,9 @@ from falconet.checkpoint import format
 from falconet.checkpoint.format import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import commands
+from falconet.config.fields import options_of
 from falconet.config.load import Loaded, left_out
-from falconet.config.settings import CHECKPOINT, is_asked_for, read_yaml
+from falconet.config.settings import CHECKPOINT, DEFAULT, is_asked_for, read_yaml
 from falconet.errors import (
     NO_ROOM,
     SHORTAGES,
@@ -40,19 +42,12 @@ from falconet.errors import (
 from falconet.models import zoo
 from falconet.report import plots, terminal_plot, trace
 from falconet.report.console import Say, counted
+from falconet.report.dashboards import Dashboard, Guarded
 from falconet.report.epochs import BEST, Metric, in_short, span
 from falconet.report.folders import RunShape
 from falconet.report.gpu_driver import joules_in_words
 from falconet.report.run_files import ANSWERS, ENDED, MEMORY, RECORDS, REPORT, RESULTS, SEEN, read_run
-from falconet.report.sinks import (
-    JsonLines,
-    Several,
-    Sink,
-    TensorBoard,
-    UpdateTimes,
-    WeightsAndBiases,
-    WeightSink,
-)
+from falconet.report.sinks import JsonLines, Several, Sink, UpdateTimes
 from falconet.report.styles import FALCONET, Conventions, Table
 from falconet.report.throughput import Rate
 from falconet.train import metrics
@@ -367,8 +362,7 @@ class Sinks:
     """Where a run's measurements go; nowhere in processes other than the first."""
 
     metrics: Sink = field(default_factory=lambda: Several([]))
-    weights: Sequence[WeightSink] = ()  # those that take histograms too
-    tables: Sequence[Sink] = ()  # those that take the numbers of a style under its names
+    dashboards: Sequence[Dashboard] = ()  # those of `metrics` that show more, and get a style's numbers under its names
     times: UpdateTimes | None = None
 
     def write_times(self, update: int, seconds: Sequence[float]) -> None:
@@ -384,29 +378,58 @@ class Sinks:
 
 
 def open_sinks(
-    folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink, say: Say, restored: Checkpoint | None = None
+    folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink, say: Say, mark: str, restored: Checkpoint | None
 ) -> Sinks:
-    """metrics.jsonl and updates.jsonl always, others when asked for."""
-    logging = loaded.options.logging
-    drawn: list[TensorBoard | WeightsAndBiases] = []
-    if logging.tensorboard:
-        with named_option("tensorboard"):
-            after = restored.manifest.progress.update if restored else None
-            drawn.append(TensorBoard(folder / "tensorboard", after=after))
-    if logging.wandb:
-        table = {name: entry["value"] for name, entry in loaded.table().items()}
-        with named_option("wandb"):
-            drawn.append(
-                WeightsAndBiases(
-                    folder,
-                    project=logging.wandb_project,
-                    name=folder.name,
-                    config=table,
-                    offline=lambda why: say(f"note: --wandb: {why}"),
-                )
-            )
-    metrics = Several([JsonLines(folder / METRICS), *drawn, *more])
-    return Sinks(metrics=metrics, weights=drawn, tables=drawn, times=UpdateTimes(folder / TIMES))
+    """metrics.jsonl and updates.jsonl always, others when asked for. `mark`: of the run."""
+    found = [
+        Guarded(name, opens, say=say)
+        for name, opens in _asked_for(folder, loaded, say=say, mark=mark, restored=restored).items()
+    ]
+    metrics = Several([JsonLines(folder / METRICS), *found, *more])
+    return Sinks(metrics=metrics, dashboards=found, times=UpdateTimes(folder / TIMES))
+
+
+def _asked_for(
+    folder: Path, loaded: Loaded[commands.TrainOptions], *, say: Say, mark: str, restored: Checkpoint | None
+) -> dict[str, Callable[[], Dashboard]]:
+    """How to open each dashboard of the options, by name; called by threads of their own."""
+    logging, table = loaded.options.logging, loaded.table()
+    every = {name: entry["value"] for name, entry in table.items()}
+    known = options_of(type(loaded.options))
+    chosen = {
+        name: value for name, value in every.items() if table[name]["source"] != DEFAULT and not known[name].is_local
+    }
+
+    def tensorboard() -> Dashboard:
+        from falconet.report.tensorboard import TensorBoard
+
+        after = restored.manifest.progress.update if restored else None
+        return TensorBoard(folder / "tensorboard", options=chosen, after=after)
+
+    def wandb() -> Dashboard:
+        from falconet.report.weights_and_biases import WeightsAndBiases
+
+        offline = lambda why: say(f"note: --wandb: {why}")  # noqa: E731
+        return WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=every, offline=offline)
+
+    def mlflow() -> Dashboard:
+        from falconet.report.mlflow import MLflow
+
+        files = (CONFIG, PLAN, METRICS, SUMMARY, REPORT, RESULTS)
+        return MLflow(folder, mark=mark, options=every, files=files, continues=restored is not None)
+
+    def aim() -> Dashboard:
+        from falconet.report.aim import Aim
+
+        return Aim(folder, options=every)
+
+    kinds = {
+        "TensorBoard": (logging.tensorboard, tensorboard),
+        "Weights & Biases": (logging.wandb, wandb),
+        "MLflow": (logging.mlflow, mlflow),
+        "Aim": (logging.aim, aim),
+    }
+    return {name: opens for name, (is_asked, opens) in kinds.items() if is_asked}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,6 +466,19 @@ def write_summary(folder: Path, log: Log, ending: Ending) -> None:
         "checkpoints": str(ending.checkpoints),
     }
     writing.replace(folder, SUMMARY, json.dumps(summary, indent=1) + "\n")
+
+
+def write_result(log: Log, ending: Ending, dashboards: Sequence[Dashboard]) -> None:
+    """What dashboards compare runs by."""
+    measured, metric = log.output.measurements, ending.metric
+    names = {"train_loss": "train/loss", f"validation_{metric.name}": metric.key, "validation_loss": "validation/loss"}
+    found = {f"final/{name}": measured.latest[key] for name, key in names.items() if key in measured.latest}
+    if measured.best:
+        found[f"best/validation_{metric.name}"] = measured.best.accuracy
+        if math.isfinite(measured.best.loss):
+            found["best/validation_loss"] = measured.best.loss
+    for each in dashboards:
+        each.write_result(log.state.progress.update, found)
 
 
 def print_summary(folder: Path, log: Log, ending: Ending) -> None:

@@ -99,6 +99,8 @@ def test_checkpoint_folder_is_not_taken_over_and_nothing_is_removed(falconet, tr
 SINKS = {
     "wandb": "add it to the command line to continue uploading",
     "tensorboard": "add it to the command line to continue the TensorBoard files",
+    "mlflow": "add it to the command line to continue the run in MLflow",
+    "aim": "add it to the command line to log to Aim again",
     "profile": "add it to the command line to trace updates",
 }
 

@@ -87,4 +87,6 @@ def test_wandb_gets_histograms_and_metrics(falconet, monkeypatch):
 def test_histograms_need_a_sink(falconet):
     answer = falconet("train --weight-histogram")
     assert answer.code == 2
-    assert answer.err == "falconet train: --weight-histogram: needs --wandb or --tensorboard, where histograms go\n"
+    assert (
+        answer.err == "falconet train: --weight-histogram: needs --tensorboard, --wandb or --aim, where histograms go\n"
+    )

@@ -43,6 +43,8 @@ ACTS = (
         "wandb-project",
         "allow-wandb",
         "tensorboard",
+        "mlflow",
+        "aim",
         "weight-histogram",
         "profile",
         "url",

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from falconet.config.commands import DoctorOptions, TrainOptions
+from falconet.config.commands import PackOptions, TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load, load_options, read_line
 from falconet.config.recipes import from_config
@@ -235,7 +235,7 @@ def test_typo_of_an_alias_suggests_it():
 
 def test_command_without_data_has_no_alias_for_it():
     with pytest.raises(ConfigError, match="unknown option --imagenet-data-path"):
-        from_line(["--imagenet-data-path", "x"], options_of(DoctorOptions))
+        from_line(["--imagenet-data-path", "x"], options_of(PackOptions))
 
 
 def test_a_switch_may_be_turned_off_by_either_spelling(tmp_path):

@@ -8,8 +8,9 @@ import torch
 from falconet.errors import LinkError
 from falconet.report import trace
 from falconet.report.mlperf import MlperfLog, Submission
-from falconet.report.sinks import JsonLines, TensorBoard, UpdateTimes
+from falconet.report.sinks import JsonLines, UpdateTimes
 from falconet.report.styles import RunLog
+from falconet.report.tensorboard import TensorBoard
 
 
 def log(folder):

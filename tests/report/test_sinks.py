@@ -1,17 +1,15 @@
-"""metrics.jsonl is strict JSON lines and only grows; the other sinks report what they need."""
+"""metrics.jsonl is strict JSON lines and only grows."""
 
 import contextlib
 import csv
 import json
 import resource
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from falconet.errors import ConfigError
-from falconet.report.sinks import Histogram, JsonLines, Several, TensorBoard, UpdateTimes, WeightsAndBiases
+from falconet.report.sinks import JsonLines, Several, UpdateTimes
 from falconet.report.styles import RunLog
 
 
@@ -83,62 +81,6 @@ def test_several_sinks_get_every_metric_and_are_closed(tmp_path):
             sink.write(4, {})
 
 
-def test_tensorboard_gets_every_metric_at_its_update(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = TensorBoard(tmp_path)
-    sink.write(5, {"train/loss": 0.5, "train/lr": 0.1})
-    sink.write(9, {"train/loss": 0.25})
-    sink.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(5, 0.5), (9, 0.25)]
-    assert [event.step for event in events.Scalars("train/lr")] == [5]
-
-
-def test_weights_and_biases_gets_every_metric_at_its_update(tmp_path, monkeypatch):
-    class Wandb:
-        """The parts of the package that are used, recording calls."""
-
-        calls: list = []  # noqa: RUF012
-
-        def init(self, **options):
-            self.calls.append(options)
-            return self
-
-        def log(self, metrics, *, step):
-            self.calls.append((step, metrics))
-
-        def finish(self):
-            self.calls.append("finished")
-
-        def Histogram(self, *, np_histogram):
-            return np_histogram
-
-    monkeypatch.setitem(sys.modules, "wandb", Wandb())
-    sink = WeightsAndBiases(tmp_path, project="p", name="n", config={"lr": 0.1})
-    sink.write(5, {"train/loss": 0.5})
-    sink.write_weights(5, {"fc.bias": Histogram(0.0, 2.0, 3, 3.0, 5.0, [1, 2])})
-    sink.close()
-    opened = {"project": "p", "name": "n", "dir": str(tmp_path), "config": {"lr": 0.1}}
-    drawn = {"weights/fc.bias": ([1, 2], [0.0, 1.0, 2.0])}
-    assert Wandb.calls == [opened, (5, {"train/loss": 0.5}), (5, drawn), "finished"]
-
-
-def test_tensorboard_gets_weight_histograms(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = TensorBoard(tmp_path)
-    sink.write_weights(7, {"fc.bias": Histogram(0.0, 2.0, 3, 3.0, 5.0, [1, 2])})
-    sink.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    (event,) = events.Histograms("weights/fc.bias")
-    found = event.histogram_value
-    assert (event.step, found.min, found.max, found.num, found.sum, found.sum_squares) == (7, 0.0, 2.0, 3.0, 3.0, 5.0)
-    assert (found.bucket_limit, found.bucket) == ([1.0, 2.0], [1.0, 2.0])
-
-
 def test_update_times_are_in_milliseconds_and_half_lines_are_dropped(tmp_path):
     path = tmp_path / "updates.jsonl"
     path.write_text('{"update": 1, "milliseconds": [9.0]}\n{"update": 2, "mil')
@@ -146,27 +88,6 @@ def test_update_times_are_in_milliseconds_and_half_lines_are_dropped(tmp_path):
     sink.write(3, [0.25, 0.0123456])
     sink.close()
     assert written(path) == [{"update": 1, "milliseconds": [9.0]}, {"update": 3, "milliseconds": [250.0, 12.346]}]
-
-
-MISSING = {
-    "torch.utils.tensorboard": (
-        lambda folder: TensorBoard(folder),
-        "needs the package tensorboard: pip install 'falconet[tensorboard]'",
-    ),
-    "wandb": (
-        lambda folder: WeightsAndBiases(folder, project="p", name="n", config={}),
-        "needs the package wandb: pip install 'falconet[wandb]'",
-    ),
-}
-
-
-@pytest.mark.parametrize("package", MISSING)
-def test_a_missing_package_is_named_with_its_install_command(tmp_path, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    opens, message = MISSING[package]
-    with pytest.raises(ConfigError) as refused:
-        opens(tmp_path)
-    assert str(refused.value) == message
 
 
 def test_all_sinks_are_closed_even_if_one_raises(tmp_path):

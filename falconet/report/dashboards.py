@@ -1,0 +1,174 @@
+"""Dashboards: sinks of other programs, which show more than metrics, and whose failures never end a run."""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from falconet.errors import UserError, printable
+from falconet.report.console import Say
+from falconet.report.histograms import Histogram
+from falconet.report.sinks import Metrics
+
+OPENING = 30.0  # seconds that a run waits for a dashboard before its first update
+CLOSING = 60.0  # seconds that it waits after the last one for what is still to be sent
+WAITING = 1000  # calls that may wait for a slow dashboard, a few hundred bytes each but for pictures
+LONGEST = 200  # letters of an error; some libraries add a whole page
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image file, PNG or JPEG, with its caption."""
+
+    caption: str
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """A confusion matrix; only cells with images are listed."""
+
+    class_names: Sequence[str]
+    cells: Sequence[tuple[int, int, int]]  # label, predicted, images
+
+
+class Dashboard:
+    """What a dashboard may be given; each kind takes what it has a place for, and leaves the rest."""
+
+    def write(self, update: int, metrics: Metrics) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def write_weights(self, update: int, histograms: Mapping[str, Histogram]) -> None:
+        """Histograms of the weights, by name."""
+
+    def write_pictures(self, update: int, name: str, pictures: Sequence[Picture]) -> None:
+        """Pictures that belong together; those of the same name before them were of an earlier update."""
+
+    def write_confusion(self, update: int, confusion: Confusion) -> None: ...
+
+    def write_graph(self, graph: Any) -> None:
+        """The model, as TensorBoard's GraphDef."""
+
+    def write_result(self, update: int, metrics: Metrics) -> None:
+        """After the last update: what runs are compared by."""
+
+
+Call = Callable[[Dashboard], None]
+
+
+class Guarded(Dashboard):
+    """A dashboard in a thread of its own: training neither waits for it nor ends with it.
+
+    What fails there, or does not answer for long, takes one line, from the thread that trains; from then on the
+    dashboard gets nothing more.
+    """
+
+    def __init__(self, name: str, opens: Callable[[], Dashboard], *, say: Say, patience: float = OPENING) -> None:
+        """`patience`: seconds to wait until it is open. A mistake of the user's that is found there is raised."""
+        self._name, self._say, self._is_given_up = name, say, False
+        self._calls: queue.Queue[Call | None] = queue.Queue(WAITING)  # None: the end
+        self._is_open, self._caught = threading.Event(), _Caught()
+        self._thread = threading.Thread(target=self._serve, args=(opens,), name=f"falconet-{name}", daemon=True)
+        self._thread.start()
+        if not self._is_open.wait(patience):
+            self._give_up(f"no answer within {patience:g} s")
+        elif isinstance(self._caught.error, UserError):
+            self._is_given_up = True
+            raise self._caught.error
+        else:
+            self._look()
+
+    def _serve(self, opens: Callable[[], Dashboard]) -> None:
+        with self._caught:
+            dashboard = opens()
+            self._is_open.set()
+            with _Caught() as failed:
+                while (call := self._calls.get()) is not None and not self._is_given_up:
+                    call(dashboard)
+            if failed.error is None:
+                dashboard.close()
+            else:
+                self._caught.error = failed.error  # told already, while it is being closed
+                with _Caught():
+                    dashboard.close()
+        self._is_open.set()
+
+    def _look(self) -> None:
+        """Tell of a failure, once."""
+        error = self._caught.error
+        if error is not None:
+            self._give_up(in_words(error))
+
+    def _give_up(self, why: str) -> None:
+        if not self._is_given_up:
+            self._is_given_up = True
+            self._say(f"note: {self._name}: {why}; it gets nothing more")
+
+    def _hand(self, call: Call) -> None:
+        self._look()
+        if self._is_given_up:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._give_up("it has not answered for a long time")
+
+    def write(self, update: int, metrics: Metrics) -> None:
+        self._hand(lambda dashboard: dashboard.write(update, metrics))
+
+    def write_weights(self, update: int, histograms: Mapping[str, Histogram]) -> None:
+        self._hand(lambda dashboard: dashboard.write_weights(update, histograms))
+
+    def write_pictures(self, update: int, name: str, pictures: Sequence[Picture]) -> None:
+        self._hand(lambda dashboard: dashboard.write_pictures(update, name, pictures))
+
+    def write_confusion(self, update: int, confusion: Confusion) -> None:
+        self._hand(lambda dashboard: dashboard.write_confusion(update, confusion))
+
+    def write_graph(self, graph: Any) -> None:
+        self._hand(lambda dashboard: dashboard.write_graph(graph))
+
+    def write_result(self, update: int, metrics: Metrics) -> None:
+        self._hand(lambda dashboard: dashboard.write_result(update, metrics))
+
+    def close(self) -> None:
+        """Wait until everything is written; never raises."""
+        self._look()
+        if self._is_given_up:
+            with contextlib.suppress(queue.Full):
+                self._calls.put_nowait(None)
+            return
+        until = time.monotonic() + CLOSING
+        with contextlib.suppress(queue.Full):
+            self._calls.put(None, timeout=CLOSING)
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._give_up(f"no answer within {CLOSING:g} s")
+        self._look()
+
+
+class _Caught:
+    """Keeps what was raised within: libraries of others may raise anything, and none of it may end a run."""
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        self.error = self.error or error
+        return True
+
+
+def in_words(error: BaseException) -> str:
+    """An error of another program in one line."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    short = " ".join(printable(text.replace("\n", " ")).split())[:LONGEST].rstrip(" .;")
+    return short or type(error).__name__

@@ -1,0 +1,287 @@
+"""The speed of a training and of its parts: reading, decoding, copying and computing alone, and all together."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, repeat
+
+import torch
+
+from falconet.config import commands
+from falconet.config.load import Loaded
+from falconet.data import measure, mixing
+from falconet.data.buffers import Batch
+from falconet.data.input import Input
+from falconet.data.measure import Pipeline
+from falconet.data.mixing import Mix
+from falconet.data.storage import ArraySource, FileSource, Source
+from falconet.errors import SHORTAGES, memory_shortage
+from falconet.numerics.precision import REGIMES, automatic
+from falconet.train import memory, processes
+from falconet.train.build import BuiltPhase, Site, open_site, with_images
+from falconet.train.capture import WARM
+from falconet.train.placement import TrainingLoader
+from falconet.train.processes import Launch
+
+READ, DECODE, COPY, COMPUTE = "read", "decode", "copy", "compute"
+READING, LOADING, COMPUTING, TRAINING = 1.0, 2.0, 3.0, 3.0  # seconds for each measurement
+TRYING = 2.0  # seconds for updates with other options
+SLOW = 1.0  # seconds: a micro-batch that takes longer is measured by a smaller one
+FIRST = 8  # images of the first, small micro-batch on a CPU
+MOST_ACCUMULATED = 4  # micro-batches of an update
+AT_ONCE = 8  # updates that are launched before the device is waited for
+LEAST = 0.1  # of the time of loading: less than that is not told from noise
+SAMPLED = 200  # files whose size is looked up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """Images per second of updates as the loop makes them."""
+
+    computed: float  # with random images that are on the device
+    trained: float | None  # with those of the loader, which works at the same time; None: there is none
+    micro_batch: int  # that was measured, perhaps smaller than the run's
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Images per second of each part alone; None: there is no such part."""
+
+    read: float | None  # from the disk
+    kept: float | None  # read again, when the system has the files in memory
+    decode: float | None  # also None if reading takes so long that it cannot be told apart
+    copy: float | None
+    load: float | None  # by the whole input pipeline, from files in memory
+    updates: Updates
+
+    def alone(self) -> dict[str, float | None]:
+        """By name, in the order in which an image passes them."""
+        return {READ: self.read, DECODE: self.decode, COPY: self.copy, COMPUTE: self.updates.computed}
+
+    def together(self, *, from_disk: bool) -> float:
+        """The images per second of all of them at once."""
+        found = self.updates.trained or self.updates.computed
+        if not from_disk or self.read is None or self.kept is None or self.load is None:
+            return found
+        longer = max(0.0, 1 / self.read - 1 / self.kept)  # a thread reads a file, and then decodes it
+        return min(found, 1 / (1 / self.load + longer))
+
+    def limit(self, *, from_disk: bool) -> str:
+        """The slowest part."""
+        rates = self.alone() if from_disk else self.alone() | {READ: self.kept}
+        known = {name: rate for name, rate in rates.items() if rate is not None}
+        return min(known, key=lambda name: known[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What was measured of one configuration."""
+
+    parts: Parts
+    options: commands.TrainOptions  # with automatic ones settled
+    device: torch.device
+    images: int  # of an epoch
+    stored: int | None  # bytes of their files; None: they are in memory
+    packed: bool  # in shards
+    described: str  # the data
+    tried: dict[str, float]  # images per second of computing with other options, by option; if computing is the limit
+
+
+def find(loaded: Loaded[commands.TrainOptions], *, free: int) -> Finding:
+    """Measure a training in one process, on its device and data; about twelve seconds.
+
+    `free`: bytes in which the system can keep files after the first epoch.
+    """
+    launch = processes.prepare(_alone(loaded))
+    site = open_site(launch)
+    with site.world:
+        launch = with_images(launch)
+        options = launch.loaded.options
+        REGIMES[options.machine.precision].require(site.world.device)
+        updates = _updates(launch, site)
+        built = BuiltPhase(launch, site)
+        source, parts = built.images.train, _parts(built, updates)
+        stored = _stored(source)
+        is_compute = parts.limit(from_disk=stored is not None and stored > free) == COMPUTE
+        return Finding(
+            parts=parts,
+            options=options,
+            device=site.world.device,
+            images=built.plan.updates_per_epoch * built.plan.global_batch,
+            stored=stored,
+            packed=not isinstance(source, FileSource),
+            described=f"{options.model.model} on {options.data.data}: {built.images.describe()}",
+            tried=_tried(launch, site, micro_batch=updates.micro_batch) if is_compute else {},
+        )
+
+
+def _alone(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
+    """The options of one process that trains; no weights are downloaded, and photos are not checked one by one."""
+    options = loaded.options
+    weights = options.training.pretrained
+    parallel = replace(options.parallel, replicas=1, batchnorm_span=1, pipeline_splits=(), enable_optimizer_rts=False)
+    options = replace(
+        options,
+        training=replace(options.training, pretrained="none" if isinstance(weights, str) else weights),
+        data=replace(options.data, check_images="no", micro_batch_size=options.data.micro_batch),
+        parallel=parallel,
+    )
+    return replace(loaded, options=options)
+
+
+def _parts(built: BuiltPhase, updates: Updates) -> Parts:
+    options, world = built.options, built.site.world
+    if options.data.data == "synthetic":
+        return Parts(read=None, kept=None, decode=None, copy=None, load=None, updates=updates)
+    source = built.images.train
+    crops = built.images.training_crops(options.augmentation, seed=options.run.seed)
+    reading = Input(data=options.data, regime=built.regime, world=world, note=built.site.note)
+    pipeline = Pipeline(
+        source=source,
+        reader=reading.row_reader(source, crops, reading.bad_images("training", images=len(source))),
+        resources=reading.resources(source),
+        micro_batch=min(updates.micro_batch, len(source)),
+        training=True,
+        augmentation=options.augmentation,
+        world=world,
+    )
+    cold = measure.cold_read_rate(pipeline, seconds=READING)
+    kept = measure.read_rate(pipeline, seconds=READING / 2)
+    load = measure.loader_rate(pipeline, seconds=LOADING)
+    return Parts(
+        read=cold,
+        kept=kept,
+        decode=_rest(load, kept),
+        copy=measure.copy_rate(pipeline, seconds=READING / 2),
+        load=load,
+        updates=updates,
+    )
+
+
+def _rest(load: float, kept: float | None) -> float | None:
+    """Decoding alone: the time of loading without that of reading."""
+    seconds = 0.0 if kept is None else 1 / load - 1 / kept
+    return 1 / seconds if seconds > LEAST / load else None
+
+
+def _updates(launch: Launch, site: Site) -> Updates:
+    """Updates of the run's micro-batch; on a CPU of a smaller one, if the run's would take too long."""
+    asked = launch.loaded.options.data.micro_batch
+    if site.world.device.type != "cpu" or asked <= FIRST:
+        return _measured(launch, site, micro_batch=asked, seconds=COMPUTING, loads=True)
+    first, fitting = _measured(launch, site, micro_batch=FIRST, seconds=0.0), asked
+    while fitting // 2 >= FIRST and fitting / first.computed > SLOW:
+        fitting //= 2
+    return _measured(launch, site, micro_batch=fitting, seconds=COMPUTING, loads=True)
+
+
+def _tried(launch: Launch, site: Site, *, micro_batch: int) -> dict[str, float]:
+    """Images per second with what may compute faster on this device, by option."""
+    options, device = launch.loaded.options, site.world.device
+    best, found = automatic("cuda" if device.type == "cuda" else "cpu"), {}
+    # A CPU that has bf16 instructions may still be slower with them.
+    other = best if options.machine.precision == "32.32" else "32.32" if device.type == "cpu" else None
+    if other is not None and other != options.machine.precision:
+        changed = replace(options, machine=replace(options.machine, precision=other))
+        trial = replace(launch, loaded=replace(launch.loaded, options=changed))
+        found[f"--precision {other}"] = _measured(trial, site, micro_batch=micro_batch, seconds=TRYING)
+    if device.type == "cuda":  # a CPU has no use for larger ones
+        twice = 2 * micro_batch
+        try:
+            found[f"--micro-batch-size {twice}"] = _measured(launch, site, micro_batch=twice, seconds=TRYING)
+        except SHORTAGES as error:
+            if memory_shortage(error) is None:
+                raise
+    return {option: each.computed for option, each in found.items()}
+
+
+def _measured(launch: Launch, site: Site, *, micro_batch: int, seconds: float, loads: bool = False) -> Updates:
+    """Updates of this micro-batch, of at most a few of them; leaves nothing on the device."""
+    loaded = launch.loaded
+    accumulated = min(loaded.options.training.gradient_accumulation, MOST_ACCUMULATED)
+    options = memory.with_batch(loaded.options, micro_batch=micro_batch, total=micro_batch * accumulated)
+    try:
+        built = BuiltPhase(replace(launch, loaded=replace(loaded, options=options)), site)
+        return _timed(built, seconds, loads=loads and options.data.data != "synthetic")
+    finally:
+        memory.release(site.world.device)
+
+
+def _timed(built: BuiltPhase, seconds: float, *, loads: bool) -> Updates:
+    device, size, accumulated = built.site.world.device, built.shape.micro_batch, built.shape.accumulation
+    step, numbers = built.step(built.new_state()), count()
+    warm = 1 if built.uncaptured else WARM + 1
+
+    def update(micro_batches: Sequence[Batch]) -> None:
+        step(micro_batches, update=next(numbers), lr=0.0)
+
+    computed, number = _rate(update, repeat([_random_batch(built)] * accumulated), device, warm=warm, seconds=seconds)
+    trained = None
+    if loads:
+        loader = built.placement.loader()
+        try:
+            trained, _ = _rate(update, _endless(loader), device, warm=1, seconds=TRAINING)
+        finally:
+            loader.close()
+    images = size * accumulated
+    return Updates(
+        computed=images * computed,
+        trained=None if trained is None else images * trained,
+        micro_batch=size,
+        number=number,
+    )
+
+
+def _rate(
+    update: Callable[[Sequence[Batch]], None],
+    batches: Iterator[Sequence[Batch]],
+    device: torch.device,
+    *,
+    warm: int,
+    seconds: float,
+) -> tuple[float, int]:
+    """Updates per second, at least one, and their number; `warm`: updates before."""
+    for _ in range(warm):
+        update(next(batches))
+    _settle(device)
+    begin, done = time.perf_counter(), 0
+    while done == 0 or time.perf_counter() - begin < seconds:
+        update(next(batches))
+        done += 1
+        if done % AT_ONCE == 0:
+            _settle(device)
+    _settle(device)
+    return done / (time.perf_counter() - begin), done
+
+
+def _endless(loader: TrainingLoader) -> Iterator[Sequence[Batch]]:
+    return (each for epoch in count() for each in loader.updates(epoch))
+
+
+def _random_batch(built: BuiltPhase) -> Batch:
+    """Random pixels and labels on the device; the weights never learn them, because their rate is 0."""
+    device, size, side = built.site.world.device, built.shape.micro_batch, built.images.training.image_size
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (size, side, side, 3), dtype=torch.uint8, generator=draw)
+    labels = torch.randint(0, built.images.classes, (size,), generator=draw)
+    mix = None
+    if mixing.mixes_or_cuts(built.options.augmentation):
+        mix = Mix(torch.ones(size, device=device), torch.zeros(4, dtype=torch.int64, device=device))
+    return Batch(pixels.to(device).permute(0, 3, 1, 2), labels.to(device), mix)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _stored(source: Source) -> int | None:
+    """Bytes of the files, of many from a sample; None: the images are in memory."""
+    if isinstance(source, ArraySource):
+        return None
+    if not isinstance(source, FileSource):
+        return int(source.places.sizes.sum())
+    every = max(1, len(source) // SAMPLED)
+    sizes = [source.path(index).stat().st_size for index in range(0, len(source), every)]
+    return int(sum(sizes) / len(sizes) * len(source))
