@@ -15,6 +15,7 @@ from falconet.config.options import (
     Numerics,
     Parallel,
     further_average,
+    is_rate_share,
     record_keys,
 )
 from falconet.errors import ConfigError, did_you_mean
@@ -136,6 +137,7 @@ def _option_of_another_family(options: Any) -> str | None:
         "resnext_": (name.startswith("resnext"), "a ResNeXt"),
         "resnext_wide": (name.startswith("resnext") and name.endswith("-cifar"), "a ResNeXt for CIFAR"),
         "squeezenet_": (name.startswith("squeezenet"), "a SqueezeNet"),
+        "speednet_": (name.startswith("speednet"), "a SpeedNet"),
         "mobilenet_": (name.startswith("mobilenet-v3"), "a MobileNetV3"),
         "zero_init": (residual, "a ResNet"),
         "bottleneck_": (residual and not name.endswith("-cifar"), "a ResNet"),
@@ -147,6 +149,11 @@ def _option_of_another_family(options: Any) -> str | None:
             if field.name.startswith(prefix) and not is_one and getattr(model, field.name) != field.default:
                 return f"--{field.name.replace('_', '-')}: '{name}' is not {kind}"
     return None
+
+
+def _speednet_has_three_stages(options: Any) -> str | None:
+    widths = options.model.speednet_widths
+    return f"--speednet-widths: got {len(widths)}, expected three" if len(widths) not in (0, 3) else None
 
 
 def _proxy_norm_follows_a_norm(options: Any) -> str | None:
@@ -431,6 +438,27 @@ def _only_training_chooses_a_precision(options: Any) -> str | None:
     return None
 
 
+def _muon_has_whole_weights(options: Any) -> str | None:
+    """An orthogonal step depends on all elements of a weight, and on all weights of a shape at once."""
+    if options.optimizer.optimizer != "muon":
+        return None
+    for name in ("enable_optimizer_rts", "offload_optimizer"):
+        if getattr(options.parallel, name):
+            return f"--{name.replace('_', '-')}: does not work with --optimizer muon; expected another optimizer"
+    return None
+
+
+def _rate_shares_are_readable(options: Any) -> str | None:
+    for text in options.optimizer.lr_share:
+        if not is_rate_share(text):
+            return f"--lr-share: got '{text}', expected PATTERN=FACTOR with a factor above 0, such as fc=10"
+        if options.optimizer.optimizer == "lars" and options.parallel.enable_optimizer_rts:
+            return (
+                "--lr-share: does not work with --optimizer lars and --enable-optimizer-rts; expected another optimizer"
+            )
+    return None
+
+
 def _state_can_be_offloaded(options: Any) -> str | None:
     if not options.parallel.offload_optimizer:
         return None
@@ -594,6 +622,7 @@ Rule = Callable[[Any], str | None]
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule reads, and the rule
     (("model",), unknown_model),
     (("model",), _option_of_another_family),
+    (("model",), _speednet_has_three_stages),
     (("model",), _proxy_norm_follows_a_norm),
     (("model", "optimizer"), _proxy_norm_without_lars),
     (("data",), _photos_need_a_folder),
@@ -624,6 +653,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _one_kind_of_loss_scale),
     (("machine",), _only_training_chooses_a_precision),
+    (("parallel", "optimizer"), _muon_has_whole_weights),
+    (("parallel", "optimizer"), _rate_shares_are_readable),
     (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),
     (("parallel", "optimizer", "machine"), _sharded_lars_has_one_type),
     (("load",), _url_or_server),

@@ -12,10 +12,11 @@ from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Company, SharedWriter, Writer
 from falconet.config import commands, rules
 from falconet.config.fields import value_or
-from falconet.config.options import share_of
+from falconet.config.options import rate_share, share_of
 from falconet.data.dataset import Dataset, published_dataset
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, named_option
+from falconet.models.depth import orthogonal_names
 from falconet.models.freezing import matching
 from falconet.models.norms import move_once
 from falconet.numerics.loss_scale import AutomaticScale, FixedScale, Offender, Scale, SteppedScale
@@ -206,6 +207,7 @@ class BuiltPhase:
             first_trained=self.phase.first_trained,
             unfrozen_at=self.plan.unfrozen_at,
             prepare=self._preparation(),
+            is_new=is_new,
         )
         stages = self.launch.division.stages
         if stages == 1:
@@ -276,12 +278,23 @@ class BuiltPhase:
         return state
 
     def _treatment(self) -> Treatment:
-        decay = self.options.optimizer.layer_decay
+        rule = self.options.optimizer
         return Treatment(
             undecayed=self._undecayed(),
-            shares=self.placement.rate_shares(decay) if decay != 1.0 else {},
+            shares=self._shares(),
             later=self.placement.later(),
+            orthogonal=orthogonal_names(self.placement.whole) if rule.optimizer == "muon" else frozenset(),
         )
+
+    def _shares(self) -> dict[str, float]:
+        """The shares of the learning rate, by the weights' depth and by their names."""
+        rule = self.options.optimizer
+        shares = dict(self.placement.rate_shares(rule.layer_decay)) if rule.layer_decay != 1.0 else {}
+        for pattern, factor in map(rate_share, rule.lr_share):
+            with named_option("lr_share"):
+                for name in matching(self.placement.weights, [pattern]):
+                    shares[name] = shares.get(name, 1.0) * factor
+        return shares
 
     def _undecayed(self) -> frozenset[str] | None:
         """The weights that are neither decayed nor scaled by lars; None: vectors."""
