@@ -97,6 +97,8 @@ class Data:
     """Validate on the centre of an image (--validation-crop-ratio), or on all of it; auto: centre for photos."""
     validation_crop_ratio: Annotated[float, Between(0.1, 1)] = 0.875
     """Fraction of the short side that validation's centre crop keeps; --pretrained sets that of its weights."""
+    dataset_location: Literal["host", "device"] = "host"
+    """device: keep all images there as bytes, and shift and mirror them there; for CIFAR and other small images."""
     dataset_cache: bool = False
     """Cache validation images decoded and training photos encoded, each in up to a quarter of the free memory."""
     # Only read, a regular file, and part of what is trained on; it can leave photos out and nothing else.
@@ -237,6 +239,14 @@ class Augmentation:
 
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
     """Random shift, shift and flip, or resized crop and flip; auto: depends on the data, see --plan."""
+    flip: Literal["random", "alternating"] = "random"
+    """Mirror a random half of the images; alternating: that half in one epoch, the other half in the next."""
+    shift_reach: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Pixels by which --augment shift moves an image at most, each way; auto: an eighth of its side."""
+    shift_padding: Literal["zeros", "reflect"] = "zeros"
+    """What --augment shift moves in: black, or the image's own pixels, reflected at its border."""
+    cutout: Annotated[int, AtLeast(0)] = 0
+    """Side of a square, in pixels, that is erased at a random place in each image; it becomes the dataset's mean."""
     vertical_flip: Annotated[float, Between(0, 1)] = 0.0
     """Probability of turning an image upside down, for photos without an up, such as those from above."""
     auto_augment: Literal["none", "randaugment", "trivialaugment", "autoaugment"] = "none"

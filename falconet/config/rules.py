@@ -278,6 +278,7 @@ def pixels_change(augmentation: Augmentation) -> str | None:
         "auto-augment": augmentation.auto_augment != "none",
         "color-jitter": augmentation.color_jitter > 0,
         "random-erasing": augmentation.random_erasing > 0,
+        "cutout": augmentation.cutout > 0,
         "vertical-flip": augmentation.vertical_flip > 0,
     }
     return next((name for name, is_asked in asked.items() if is_asked), None)
@@ -288,6 +289,22 @@ def _changed_pixels_are_bytes(options: Any) -> str | None:
     if asked is None or options.data.eight_bit_io:
         return None
     return f"--{asked}: changes pixels on the device, which gets values; expected --eight-bit-io"
+
+
+def _resident_images_are_bytes_of_one_size(options: Any) -> str | None:
+    """What is kept on the device is copied there once, before it is known how an image moves."""
+    if options.data.dataset_location == "host":
+        return None
+    if options.data.data in PHOTOS:
+        return (
+            f"--dataset-location: got 'device', but --data {options.data.data} is decoded photo by photo; expected"
+            " --data cifar10, cifar100, digits or generated"
+        )
+    if not options.data.eight_bit_io:
+        return "--dataset-location: got 'device', which keeps bytes; expected --eight-bit-io"
+    if options.augmentation.augment == "crop-flip":
+        return "--augment: got 'crop-flip', which resizes; expected shift-flip with --dataset-location device"
+    return None
 
 
 def _cutmix_bounds_are_ordered(options: Any) -> str | None:
@@ -653,6 +670,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _one_kind_of_loss_scale),
     (("machine",), _only_training_chooses_a_precision),
+    (("data", "augmentation"), _resident_images_are_bytes_of_one_size),
     (("parallel", "optimizer"), _muon_has_whole_weights),
     (("parallel", "optimizer"), _rate_shares_are_readable),
     (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),

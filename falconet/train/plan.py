@@ -83,6 +83,7 @@ def _fine_tuned(options: TrainOptions) -> TrainOptions:
             auto_augment="none",
             color_jitter=0.0,
             random_erasing=0.0,
+            cutout=0,
             repeated_augmentation=1,
             mixup_alpha=0.0,
             cutmix_lambda_low=0.0,
