@@ -145,6 +145,8 @@ class Training:
     """Train all but the first N stages, all but the classifier (backbone), or all but weights that match a pattern."""
     unfreeze_after: Annotated[int, AtLeast(1)] | None = None
     """Train what --freeze froze after this many epochs; its optimizer state starts fresh."""
+    freeze_after: Annotated[float, MoreThan(0)] | None = None
+    """Train what --freeze names for this many epochs, and freeze it then."""
     frozen_batchnorm: Literal["statistics", "batch"] = "statistics"
     """Batch norm of frozen layers normalises by its stored statistics, or by its batch as the TensorFlow original."""
     dataset_percentage: Annotated[float, Between(1, 100)] = 100.0

@@ -322,14 +322,21 @@ def _one_choice_of_weights(options: Any) -> str | None:
         return "--freeze: does not work with --half-res-training; expected --fine-tune-first-trainable-layer"
     if training.unfreeze_after is not None and training.freeze is None:
         return "--unfreeze-after: needs --freeze, which says what is frozen until then"
+    if training.freeze_after is not None and training.freeze is None:
+        return "--freeze-after: needs --freeze, which says what is frozen from then on"
+    if training.freeze_after is not None and training.unfreeze_after is not None:
+        return "--freeze-after: contradicts --unfreeze-after; expected one of the two"
     return None
 
 
 def _unfreezing_is_undivided(options: Any) -> str | None:
     """The passes of stages, and the norms that sharded lars sums, have one set of weights."""
-    if options.training.unfreeze_after is not None and options.parallel.pipeline_splits:
-        return "--unfreeze-after: does not work with --pipeline-splits; expected --freeze alone, or one stage"
+    for name in ("unfreeze_after", "freeze_after"):
+        if getattr(options.training, name) is not None and options.parallel.pipeline_splits:
+            option = f"--{name.replace('_', '-')}"
+            return f"{option}: does not work with --pipeline-splits; expected --freeze alone, or one stage"
     for name, asked in (
+        ("--freeze-after", options.training.freeze_after is not None),
         ("--unfreeze-after", options.training.unfreeze_after is not None),
         ("--layer-decay", options.optimizer.layer_decay != 1.0),
     ):

@@ -1,6 +1,7 @@
 """From options to model, data, optimizer and step: the only place that knows all of them."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -49,7 +50,7 @@ from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
 from falconet.report.console import Say, Screen, counted
 from falconet.train import defaults, processes, saved_model
-from falconet.train.capture import CapturedStep
+from falconet.train.capture import CapturedStep, Preparing
 from falconet.train.evaluate import require_accuracy
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
@@ -206,6 +207,7 @@ class BuiltPhase:
             pretrained=self.launch.initial if is_new else None,
             first_trained=self.phase.first_trained,
             unfrozen_at=self.plan.unfrozen_at,
+            frozen_from=self.plan.frozen_from,
             prepare=self._preparation(),
             is_new=is_new,
         )
@@ -306,12 +308,13 @@ class BuiltPhase:
             return named & frozenset(self.placement.trained)
         return undecayed_names(self.model, options.weight_decay_exclude)
 
-    def step(self, state: TrainState) -> Step:
+    def step(self, state: TrainState, *, preparing: Preparing = nullcontext) -> Step:
+        """`preparing`: the context in which updates are captured."""
         step = self.placement.step(state, replicas=self.replicas, offender=self.offender)
         if self.uncaptured:
             return step
         assert isinstance(step, LocalStep)
-        return CapturedStep(step, self.site.world, note=self.site.note)
+        return CapturedStep(step, self.site.world, note=self.site.note, preparing=preparing)
 
     @property
     def uncaptured(self) -> str | None:

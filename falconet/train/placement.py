@@ -65,6 +65,7 @@ class Setup:
     pretrained: InitialWeights | None = None  # or those of another training
     first_trained: str | None = None  # layers that run before it are frozen
     unfrozen_at: int | None = None  # the first update that trains everything; None: what is frozen stays so
+    frozen_from: int | None = None  # the first update that does not train what is frozen; None: there is none
     prepare: Prepare | None = None  # called before the first update of each shape
     is_new: bool = False  # whether the weights are drawn here, and not read later
 
@@ -77,7 +78,9 @@ class Setup:
             with named_option("pretrained"):
                 self.pretrained.load(model, name=self.options.model.model, class_names=self.images.class_names)
         frozen = self._frozen(model)
-        if self.unfrozen_at is None:  # else the optimizer holds all weights, and the step freezes some for a while
+        if (
+            self.unfrozen_at is None and self.frozen_from is None
+        ):  # else the optimizer holds all weights, and the step freezes some for a while
             frozen.set(model)
         return model, frozen
 
@@ -411,7 +414,7 @@ def build_moving(
         move = ScaledMove(state.model, state.optimizer, state.scale, offender=offender, step=step, elsewhere=elsewhere)
     averages = [state.ema] if state.ema else []
     state.model.train()  # all layers of it; from here on the mode of the whole model tells that of each
-    hold = Hold(state.model, frozen, until=setup.unfrozen_at, changed=replicas.look_again)
+    hold = Hold(state.model, frozen, since=setup.frozen_from or 0, until=setup.unfrozen_at, changed=replicas.look_again)
     return Moving(model=state.model, move=move, hold=hold.at, seed=setup.seed, averages=averages, replicas=replicas)
 
 

@@ -193,7 +193,11 @@ def _weights(built: BuiltPhase) -> list[str]:
     elif built.options.training.freeze is not None:
         frozen = f"{trains} of {placement.parameters:,} parameters: --freeze {built.options.training.freeze}"
         epochs = built.options.training.unfreeze_after
-        lines.append(f"{frozen} for {counted(epochs, 'epoch')}, then all" if epochs else frozen)
+        later = built.options.training.freeze_after
+        if later:
+            lines.append(f"{trains} parameters, without --freeze {built.options.training.freeze} after epoch {later:g}")
+        else:
+            lines.append(f"{frozen} for {counted(epochs, 'epoch')}, then all" if epochs else frozen)
     elif patterns:
         lines.append(f"{trains} of {placement.parameters:,} parameters: those that match {' '.join(patterns)}")
     return lines

@@ -384,7 +384,7 @@ def test_cutout_erases_a_square_of_each_image_at_any_place():
     changes = PixelChanges(augmentation=Augmentation(cutout=3), seed=2, fill=(0.5, 0.25, 1.0))
     indices = np.arange(400)
     images = torch.full((400, 3, 8, 8), 7, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
-    found = apply(images, changes.draw(indices, epoch=1, side=8)).permute(0, 2, 3, 1)
+    found = augment.apply(images, changes.draw(indices, epoch=1, side=8)).permute(0, 2, 3, 1)
     erased = (found != 7).any(-1)  # N x S x S
     assert (erased.sum((1, 2)) == 9).all()
     assert (found[erased] == torch.tensor([128, 64, 255], dtype=torch.uint8)).all()
