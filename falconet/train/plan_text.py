@@ -108,9 +108,10 @@ def _augment(built: BuiltPhase) -> str:
         "autoaugment": f" ({asked.autoaugment_policy})",
     }
     reach = "" if asked.shift_reach == "auto" else f" by at most {counted(asked.shift_reach, 'pixel')}"
+    beyond = {"zeros": "black", "reflect": "reflected"}[asked.shift_padding]
     crop = built.images.augment(asked.augment)
     further = {
-        f"shifted{reach}, {asked.shift_padding} beyond": crop.startswith("shift")
+        f"shifted{reach}, {beyond} beyond": crop.startswith("shift")
         and (asked.shift_reach, asked.shift_padding) != ("auto", "zeros"),
         "alternating flips": asked.flip == "alternating" and crop.endswith("flip"),
         f"vertical flip {asked.vertical_flip:g}": asked.vertical_flip,
