@@ -1,8 +1,8 @@
 """All images of a small dataset on the device, as bytes: batches are picked, shifted and mirrored there.
 
 What happens to an image is drawn on the host, as for images that are read there, so a batch has the same pixels. The
-draws take the host 0.06 ms for 2,000 images, while the device computes; the same hash on the device would be about thirty
-launches in each update.
+draws take the host 0.06 ms for 2,000 images, while the device computes; the same hash on the device would be about
+thirty launches in each update.
 """
 
 import threading
