@@ -89,7 +89,10 @@ def test_help_shows_types_and_defaults(falconet):
     shown = " ".join(falconet("train --help-all").out.split())
     assert "--lr-decay X ... Factor of a drop" in shown
     assert "--config TEXT A named config" in shown
-    assert "--momentum X Momentum of sgd, rmsprop and lars (default: 0.9)." in shown
+    assert (
+        "--momentum X Momentum of sgd, rmsprop and lars, and of what muon does not orthogonalise (default: 0.9)."
+        in shown
+    )
 
 
 def test_help_of_a_training_shows_the_defaults_for_photos_beside_its_own(falconet):

@@ -48,6 +48,14 @@ def _has_processes(options: TrainOptions) -> bool:
     return _has_replicas(options) or _has_stages(options)
 
 
+def _may_shift(options: TrainOptions) -> bool:
+    return options.augmentation.augment in ("auto", "shift", "shift-flip")
+
+
+def _may_flip(options: TrainOptions) -> bool:
+    return options.augmentation.augment in ("auto", "shift-flip", "crop-flip")
+
+
 def _augments_by(name: str) -> Callable[[TrainOptions], bool]:
     return lambda options: options.augmentation.auto_augment == name
 
@@ -67,7 +75,15 @@ CIFAR_BASIC = tuple(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 
 _OWN_DATA = ("digits", "generated", "synthetic")
 _HOST_OPTIONS = (
     *("validate-checkpoints", "augment", "mixup-alpha", "cutmix-lambda-low", "cutmix-lambda-high"),
-    *("auto-augment", "color-jitter", "random-erasing", "vertical-flip", "repeated-augmentation"),
+    *(
+        "auto-augment",
+        "color-jitter",
+        "random-erasing",
+        "cutout",
+        "vertical-flip",
+        "repeated-augmentation",
+        "dataset-location",
+    ),
     *("dataloader-workers", "bad-images-allowed", "dataloader-rebatch-size", "eight-bit-io", "normalization-location"),
 )
 _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchnorm-span", "batchnorm-per-update")
@@ -91,7 +107,8 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         lambda options: options.logging.log_interval is None,
     ),
     ("save-plots", "--report", lambda options: options.logging.report),
-    ("momentum", "--optimizer sgd, rmsprop or lars", lambda options: options.optimizer.optimizer != "adamw"),
+    *((name, "--optimizer muon", _optimizer_in("muon")) for name in ("muon-momentum", "muon-steps", "muon-rescale")),
+    ("momentum", "--optimizer sgd, rmsprop, lars or muon", lambda options: options.optimizer.optimizer != "adamw"),
     ("optimizer-eps", "--optimizer adamw, rmsprop or lars", _optimizer_in("adamw", "rmsprop", "rmsprop_tf", "lars")),
     ("rmsprop-decay", "--optimizer rmsprop", _optimizer_in("rmsprop", "rmsprop_tf")),
     *((name, "--optimizer lars", _optimizer_in("lars")) for name in ("lars-eeta", "lars-skip")),
@@ -122,6 +139,8 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((name, "--data imagenet or folder, and --augment crop-flip or auto", crops_photos) for name in _BOX_OPTIONS),
     *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),
     *((name, "--use-bbox-info and --crop-draw area", objects_by_area) for name in _OBJECT_OPTIONS),
+    *((name, "--augment shift, shift-flip or auto", _may_shift) for name in ("shift-reach", "shift-padding")),
+    ("flip", "--augment shift-flip, crop-flip or auto", _may_flip),
     ("sampler", "data from the host (not --data synthetic)", _host_data),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
     *(

@@ -23,6 +23,7 @@ MODELS = (
     *(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110, 11, 29, 38, 47, "56b", 65)),
     *(f"resnext{depth}-cifar" for depth in (11, 29, 38, 47, 56, 65)),
     *("squeezenet", "squeezenet-cifar"),
+    *("speednet8-cifar", "speednet11-cifar"),
 )
 
 
@@ -97,6 +98,8 @@ class Data:
     """Validate on the centre of an image (--validation-crop-ratio), or on all of it; auto: centre for photos."""
     validation_crop_ratio: Annotated[float, Between(0.1, 1)] = 0.875
     """Fraction of the short side that validation's centre crop keeps; --pretrained sets that of its weights."""
+    dataset_location: Literal["host", "device"] = "host"
+    """device: keep all images there as bytes, and shift and mirror them there; for CIFAR and other small images."""
     dataset_cache: bool = False
     """Cache validation images decoded and training photos encoded, each in up to a quarter of the free memory."""
     # Only read, a regular file, and part of what is trained on; it can leave photos out and nothing else.
@@ -143,6 +146,8 @@ class Training:
     """Train all but the first N stages, all but the classifier (backbone), or all but weights that match a pattern."""
     unfreeze_after: Annotated[int, AtLeast(1)] | None = None
     """Train what --freeze froze after this many epochs; its optimizer state starts fresh."""
+    freeze_after: Annotated[float, MoreThan(0)] | None = None
+    """Train what --freeze names for this many epochs, and freeze it then."""
     frozen_batchnorm: Literal["statistics", "batch"] = "statistics"
     """Batch norm of frozen layers normalises by its stored statistics, or by its batch as the TensorFlow original."""
     dataset_percentage: Annotated[float, Between(1, 100)] = 100.0
@@ -170,12 +175,12 @@ class Training:
 class Optimizer:
     """The update rule, weight decay, moving average."""
 
-    optimizer: Literal["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"] = "sgd"
-    """Update rule; sgd_combined keeps gradient and velocity in one tensor, rmsprop_tf is TensorFlow's variant."""
+    optimizer: Literal["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars", "muon"] = "sgd"
+    """Update rule; sgd_combined: one tensor for gradient and velocity; muon: orthogonal steps, the rest by Nesterov."""
     momentum: Annotated[float, Between(0, 1)] = 0.9
-    """Momentum of sgd, rmsprop and lars."""
+    """Momentum of sgd, rmsprop and lars, and of what muon does not orthogonalise."""
     weight_decay: Annotated[float, AtLeast(0)] = 5e-4
-    """Weight decay, added to the gradient; decoupled in adamw."""
+    """Weight decay, added to the gradient; decoupled in adamw and muon."""
     weight_decay_exclude: Literal["vectors", "norms", "nothing"] = "vectors"
     """Weights that are not decayed; vectors: biases and normalisation layers; norms: normalisation layers only."""
     optimizer_eps: Annotated[float, AtLeast(0)] = 1e-8
@@ -186,6 +191,14 @@ class Optimizer:
     """Trust coefficient of lars."""
     lars_skip: tuple[str, ...] = ()
     """Regular expressions of weights that lars neither scales nor decays; default: see --weight-decay-exclude."""
+    muon_momentum: Annotated[float, Between(0, 1)] = 0.95
+    """Momentum of the filters and matrices that muon orthogonalises: all but vectors and the classifier."""
+    muon_steps: Annotated[int, Between(1, 20)] = 5
+    """Steps of muon's orthogonalisation; fewer are faster and rougher."""
+    muon_rescale: bool = False
+    """Instead of decaying a filter or matrix, scale it to rows of norm 1, on average, before muon moves it."""
+    lr_share: tuple[str, ...] = ()
+    """Multiply the learning rate of weights, as PATTERN=FACTOR, such as fc=10 or .*/bias=2; muon's decay stays."""
     layer_decay: Annotated[float, Range(0, 1, open_low=True)] = 1.0
     """Multiply the learning rate by this for each block before the classifier, which trains at the full rate."""
     ema_half_life: Annotated[float, MoreThan(0)] | None = None
@@ -229,6 +242,14 @@ class Augmentation:
 
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
     """Random shift, shift and flip, or resized crop and flip; auto: depends on the data, see --plan."""
+    flip: Literal["random", "alternating"] = "random"
+    """Mirror a random half of the images; alternating: that half in one epoch, the other half in the next."""
+    shift_reach: Annotated[int, AtLeast(1)] | Auto = "auto"
+    """Pixels by which --augment shift moves an image at most, each way; auto: an eighth of its side."""
+    shift_padding: Literal["zeros", "reflect"] = "zeros"
+    """What --augment shift moves in: black, or the image's own pixels, reflected at its border."""
+    cutout: Annotated[int, AtLeast(0)] = 0
+    """Side of a square, in pixels, that is erased at a random place in each image; it becomes the dataset's mean."""
     vertical_flip: Annotated[float, Between(0, 1)] = 0.0
     """Probability of turning an image upside down, for photos without an up, such as those from above."""
     auto_augment: Literal["none", "randaugment", "trivialaugment", "autoaugment"] = "none"
@@ -331,6 +352,12 @@ class Model:
     """ResNeXt for CIFAR: stages of 256, 512 and 1024 channels instead of 64, 128 and 256."""
     squeezenet_bypass: bool = False
     """SqueezeNet: add the input of fire modules 3, 5, 7 and 9 to their output."""
+    speednet_widths: tuple[Annotated[int, AtLeast(1)], ...] = ()
+    """SpeedNet: channels of its three stages; default: 64 256 256, or 128 384 512 with 11 layers."""
+    speednet_activation: Literal["gelu", "silu"] = "gelu"
+    """SpeedNet: activation function; on CUDA, silu is fused with the norm before it."""
+    speednet_whitening: bool = True
+    """SpeedNet: set the first filters to whiten patches of 5,000 training images, and fix them; else train them."""
     mobilenet_wide_head: bool = False
     """MobileNetV3: 1,280 channels without bias before the classifier; otherwise 1,024 (small) with a bias."""
     bottleneck_stride: Literal["1x1", "3x3"] = "3x3"
@@ -1045,6 +1072,21 @@ class FurtherAverage:
         if self.strategy == "exponential":
             return f"exp_{self.decay:.15g}"
         return f"mean_{self.last or 'all'}" if self.epochs is None else f"epochs_{self.epochs}"
+
+
+_SHARE = re.compile(r"(.+)=(\d{1,9}(?:\.\d{1,9})?)")
+
+
+def rate_share(text: str) -> tuple[str, float]:
+    """The pattern and the factor of an entry of --lr-share, which the rules have checked."""
+    found = _SHARE.fullmatch(text)
+    assert found
+    return found[1], float(found[2])
+
+
+def is_rate_share(text: str) -> bool:
+    found = _SHARE.fullmatch(text)
+    return found is not None and float(found[2]) > 0
 
 
 _MEAN, _EPOCHS = re.compile(r"mean:(all|[1-9]\d{0,8})"), re.compile(r"epochs:(\d{1,9})")

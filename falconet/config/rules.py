@@ -15,6 +15,7 @@ from falconet.config.options import (
     Numerics,
     Parallel,
     further_average,
+    is_rate_share,
     record_keys,
     resolutions,
 )
@@ -137,6 +138,7 @@ def _option_of_another_family(options: Any) -> str | None:
         "resnext_": (name.startswith("resnext"), "a ResNeXt"),
         "resnext_wide": (name.startswith("resnext") and name.endswith("-cifar"), "a ResNeXt for CIFAR"),
         "squeezenet_": (name.startswith("squeezenet"), "a SqueezeNet"),
+        "speednet_": (name.startswith("speednet"), "a SpeedNet"),
         "mobilenet_": (name.startswith("mobilenet-v3"), "a MobileNetV3"),
         "zero_init": (residual, "a ResNet"),
         "bottleneck_": (residual and not name.endswith("-cifar"), "a ResNet"),
@@ -148,6 +150,11 @@ def _option_of_another_family(options: Any) -> str | None:
             if field.name.startswith(prefix) and not is_one and getattr(model, field.name) != field.default:
                 return f"--{field.name.replace('_', '-')}: '{name}' is not {kind}"
     return None
+
+
+def _speednet_has_three_stages(options: Any) -> str | None:
+    widths = options.model.speednet_widths
+    return f"--speednet-widths: got {len(widths)}, expected three" if len(widths) not in (0, 3) else None
 
 
 def _proxy_norm_follows_a_norm(options: Any) -> str | None:
@@ -272,6 +279,7 @@ def pixels_change(augmentation: Augmentation) -> str | None:
         "auto-augment": augmentation.auto_augment != "none",
         "color-jitter": augmentation.color_jitter > 0,
         "random-erasing": augmentation.random_erasing > 0,
+        "cutout": augmentation.cutout > 0,
         "vertical-flip": augmentation.vertical_flip > 0,
     }
     return next((name for name, is_asked in asked.items() if is_asked), None)
@@ -282,6 +290,22 @@ def _changed_pixels_are_bytes(options: Any) -> str | None:
     if asked is None or options.data.eight_bit_io:
         return None
     return f"--{asked}: changes pixels on the device, which gets values; expected --eight-bit-io"
+
+
+def _resident_images_are_bytes_of_one_size(options: Any) -> str | None:
+    """What is kept on the device is copied there once, before it is known how an image moves."""
+    if options.data.dataset_location == "host":
+        return None
+    if options.data.data in PHOTOS:
+        return (
+            f"--dataset-location: got 'device', but --data {options.data.data} is decoded photo by photo; expected"
+            " --data cifar10, cifar100, digits or generated"
+        )
+    if not options.data.eight_bit_io:
+        return "--dataset-location: got 'device', which keeps bytes; expected --eight-bit-io"
+    if options.augmentation.augment == "crop-flip":
+        return "--augment: got 'crop-flip', which resizes; expected shift-flip with --dataset-location device"
+    return None
 
 
 def _cutmix_bounds_are_ordered(options: Any) -> str | None:
@@ -299,14 +323,21 @@ def _one_choice_of_weights(options: Any) -> str | None:
         return "--freeze: does not work with --half-res-training; expected --fine-tune-first-trainable-layer"
     if training.unfreeze_after is not None and training.freeze is None:
         return "--unfreeze-after: needs --freeze, which says what is frozen until then"
+    if training.freeze_after is not None and training.freeze is None:
+        return "--freeze-after: needs --freeze, which says what is frozen from then on"
+    if training.freeze_after is not None and training.unfreeze_after is not None:
+        return "--freeze-after: contradicts --unfreeze-after; expected one of the two"
     return None
 
 
 def _unfreezing_is_undivided(options: Any) -> str | None:
     """The passes of stages, and the norms that sharded lars sums, have one set of weights."""
-    if options.training.unfreeze_after is not None and options.parallel.pipeline_splits:
-        return "--unfreeze-after: does not work with --pipeline-splits; expected --freeze alone, or one stage"
+    for name in ("unfreeze_after", "freeze_after"):
+        if getattr(options.training, name) is not None and options.parallel.pipeline_splits:
+            option = f"--{name.replace('_', '-')}"
+            return f"{option}: does not work with --pipeline-splits; expected --freeze alone, or one stage"
     for name, asked in (
+        ("--freeze-after", options.training.freeze_after is not None),
         ("--unfreeze-after", options.training.unfreeze_after is not None),
         ("--layer-decay", options.optimizer.layer_decay != 1.0),
     ):
@@ -444,6 +475,27 @@ def _sharded_lars_has_one_type(options: Any) -> str | None:
 def _only_training_chooses_a_precision(options: Any) -> str | None:
     if options.machine.precision == "auto" and not hasattr(options, "training"):
         return "--precision auto: is for train, which stores what it chose; expected 32.32, bf16.32 or another regime"
+    return None
+
+
+def _muon_has_whole_weights(options: Any) -> str | None:
+    """An orthogonal step depends on all elements of a weight, and on all weights of a shape at once."""
+    if options.optimizer.optimizer != "muon":
+        return None
+    for name in ("enable_optimizer_rts", "offload_optimizer"):
+        if getattr(options.parallel, name):
+            return f"--{name.replace('_', '-')}: does not work with --optimizer muon; expected another optimizer"
+    return None
+
+
+def _rate_shares_are_readable(options: Any) -> str | None:
+    for text in options.optimizer.lr_share:
+        if not is_rate_share(text):
+            return f"--lr-share: got '{text}', expected PATTERN=FACTOR with a factor above 0, such as fc=10"
+        if options.optimizer.optimizer == "lars" and options.parallel.enable_optimizer_rts:
+            return (
+                "--lr-share: does not work with --optimizer lars and --enable-optimizer-rts; expected another optimizer"
+            )
     return None
 
 
@@ -605,6 +657,7 @@ Rule = Callable[[Any], str | None]
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule reads, and the rule
     (("model",), unknown_model),
     (("model",), _option_of_another_family),
+    (("model",), _speednet_has_three_stages),
     (("model",), _proxy_norm_follows_a_norm),
     (("model", "optimizer"), _proxy_norm_without_lars),
     (("data",), _photos_need_a_folder),
@@ -636,6 +689,9 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("numerics", "parallel"), _recompute_is_on_or_off),
     (("numerics",), _one_kind_of_loss_scale),
     (("machine",), _only_training_chooses_a_precision),
+    (("data", "augmentation"), _resident_images_are_bytes_of_one_size),
+    (("parallel", "optimizer"), _muon_has_whole_weights),
+    (("parallel", "optimizer"), _rate_shares_are_readable),
     (("parallel", "numerics", "optimizer", "machine"), _state_can_be_offloaded),
     (("parallel", "optimizer", "machine"), _sharded_lars_has_one_type),
     (("load",), _url_or_server),

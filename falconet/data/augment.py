@@ -83,7 +83,7 @@ class PixelChanges:
     @property
     def is_nothing(self) -> bool:
         asked = self.augmentation
-        strengths = (asked.vertical_flip, asked.color_jitter, asked.random_erasing)
+        strengths = (asked.vertical_flip, asked.color_jitter, asked.random_erasing, asked.cutout)
         return asked.auto_augment == "none" and not any(strengths)
 
     def draw(self, indices: IntArray, *, epoch: int, side: int) -> Chain:
@@ -127,8 +127,20 @@ class PixelChanges:
             yield from _jitter_rounds(asked.color_jitter, draws(Purpose.JITTER, 4))
         if asked.random_erasing:
             erased, boxes = erased_boxes(draws(Purpose.ERASE, 2 * ATTEMPTS + 3), side, share=asked.random_erasing)
-            fill = np.broadcast_to(np.rint(255 * np.array(self.fill)), (len(indices), 3))
-            yield Round(np.where(erased, NUMBERS["Erase"], 0), np.concatenate((boxes, fill), axis=1))
+            yield Round(np.where(erased, NUMBERS["Erase"], 0), self._filled(boxes))
+        if asked.cutout:
+            boxes = cutout_boxes(draws(Purpose.CUTOUT, 2), side, square=min(asked.cutout, side))
+            yield Round(np.full(len(indices), NUMBERS["Erase"]), self._filled(boxes))
+
+    def _filled(self, boxes: IntArray) -> FloatArray:  # N x 4 -> N x VALUES
+        fill = np.broadcast_to(np.rint(255 * np.array(self.fill)), (len(boxes), 3))
+        return np.concatenate((boxes, fill), axis=1)
+
+
+def cutout_boxes(draws: FloatArray, side: int, *, square: int) -> IntArray:  # 2 x N -> N x 4
+    """Top, bottom, left and right of a square within each image, every place as likely as any other."""
+    top, left = (draws * (side - square + 1)).astype(np.int64)
+    return np.stack((top, top + square, left, left + square), axis=1)
 
 
 def erased_boxes(draws: FloatArray, side: int, *, share: float) -> tuple[BoolArray, IntArray]:  # N; N x 4

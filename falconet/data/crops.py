@@ -9,8 +9,10 @@ import numpy.typing as npt
 
 from falconet.config.options import Augmentation
 from falconet.data.keyed import FloatArray, IntArray, Purpose, uniform
+from falconet.data.order import COPY_BITS
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.storage import BoolArray, BoxArray, Objects
+from falconet.errors import ConfigError
 
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
 FLIPPING: tuple[Augment, ...] = ("shift-flip", "crop-flip")
@@ -106,9 +108,14 @@ def covered(boxes: IntArray, objects: npt.NDArray[np.floating]) -> FloatArray:  
     return np.asarray(within / (objects[:, 2:] - objects[:, :2]).prod(axis=-1), np.float64)
 
 
-def shifts(indices: IntArray, *, side: int, seed: int, epoch: int) -> IntArray:  # N x 2: down, right
-    """How far each image moves, at most an eighth of its side each way: zero padding and a crop of the same size."""
-    reach = max(1, side // 8)
+def shifts(  # N x 2: down, right
+    indices: IntArray, *, side: int, seed: int, epoch: int, reach: int | None = None
+) -> IntArray:
+    """How far each image moves, at most `reach` pixels each way: padding and a crop of the same size.
+
+    `reach`: None for an eighth of the side.
+    """
+    reach = max(1, side // 8) if reach is None else reach
     drawn = uniform(seed=seed, epoch=epoch, indices=indices, purpose=Purpose.CROP, draws=2)
     return (drawn * (2 * reach + 1)).astype(np.int64) - reach
 
@@ -118,6 +125,16 @@ def flips(augment: Augment, indices: IntArray, *, seed: int, epoch: int) -> Bool
     if augment not in FLIPPING:
         return np.zeros(len(indices), dtype=np.bool_)
     return uniform(seed=seed, epoch=epoch, indices=indices, purpose=Purpose.FLIP, draws=1)[:, 0] < 0.5
+
+
+def alternating_flips(augment: Augment, indices: IntArray, *, seed: int, epoch: int) -> BoolArray:  # N
+    """The same half in every second epoch, and the other half in those between.
+
+    In two epochs in a row every image comes once each way, where random flips would show a half of them twice one way.
+    """
+    numbered, copies = epoch & ((1 << COPY_BITS) - 1), epoch >> COPY_BITS  # as the loader has them
+    first = flips(augment, indices, seed=seed, epoch=copies << COPY_BITS)
+    return first if numbered % 2 == 0 or augment not in FLIPPING else ~first
 
 
 # TensorFlow's sample_distorted_bounding_box: a uniform ratio, then a uniform whole height.
@@ -202,7 +219,17 @@ class Crops:
         return self.augmentation.crop_area if asked == "auto" else asked
 
     def flips(self, indices: IntArray, *, epoch: int) -> BoolArray:
-        return flips(self.augment, indices, seed=self.seed, epoch=epoch)
+        draw = alternating_flips if self.augmentation.flip == "alternating" else flips
+        return draw(self.augment, indices, seed=self.seed, epoch=epoch)
+
+    def shifts(self, indices: IntArray, *, side: int, epoch: int) -> IntArray | None:  # N x 2: down, right
+        """How far images of this side move; None: nowhere."""
+        if self.augment not in ("shift", "shift-flip"):
+            return None
+        asked = self.augmentation.shift_reach
+        if asked != "auto" and asked >= side:
+            raise ConfigError(f"--shift-reach: got {asked}, expected less than the image's side of {side} pixels")
+        return shifts(indices, side=side, seed=self.seed, epoch=epoch, reach=None if asked == "auto" else asked)
 
     def boxes(self, indices: IntArray, sizes: IntArray, *, epoch: int) -> FloatArray:  # N; N x (width, height); N x 4
         if self.augment == "none":

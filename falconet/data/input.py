@@ -18,6 +18,7 @@ from falconet.data.loader import MOST_AHEAD, BatchShape, EvaluationLoader, Loade
 from falconet.data.order import Order
 from falconet.data.preprocessing import Normalise
 from falconet.data.readers import NativeReader, Reader, reader_for
+from falconet.data.resident import ResidentRows
 from falconet.data.storage import ArraySource, Source
 from falconet.errors import DeviceError
 from falconet.numerics.precision import Regime
@@ -82,6 +83,8 @@ class Input:
         data, device = self.data, self.world.device
         asked = data.dataloader_rebatch_size
         rows = None if asked == "auto" else min(asked, data.micro_batch)
+        if isinstance(source, ArraySource) and data.dataset_location == "device":
+            return ResidentRows(device, source=source, crops=crops, rows=rows or len(source))
         reader = _cached(reader_for(source, crops=crops, bad=bad), source, crops, data)
         if not isinstance(source, ArraySource) and decode_device(data, source, device) == "cuda":
             from falconet.data.gpu import DeviceRows
@@ -98,7 +101,7 @@ class Input:
     def resources(self, source: Source) -> Resources:
         """Threads and memory of a loader."""
         data, device = self.data, self.world.device
-        if decode_device(data, source, device) == "cuda":
+        if _fills_on_device(data, source, device):
             from falconet.data.gpu import DeviceBuffers
 
             buffers: Buffers = DeviceBuffers(device)
@@ -131,6 +134,12 @@ def decode_device(data: Data, source: Source, device: torch.device) -> Literal["
     return "cuda"
 
 
+def _fills_on_device(data: Data, source: Source, device: torch.device) -> bool:
+    """Whether the pixels of a batch come from the device itself."""
+    is_resident = isinstance(source, ArraySource) and data.dataset_location == "device"
+    return decode_device(data, source, device) == "cuda" or (is_resident and device.type == "cuda")
+
+
 def free_memory() -> int:
     """Bytes for this process; the host's memory is divided among its processes."""
     place = find_place(os.environ)
@@ -139,7 +148,7 @@ def free_memory() -> int:
 
 def most_ahead(data: Data, source: Source, device: torch.device) -> int:
     """Bytes of images that may be read ahead, in the memory they are read into."""
-    on_device = decode_device(data, source, device) == "cuda"
+    on_device = _fills_on_device(data, source, device)
     free = torch.cuda.mem_get_info(device)[0] if on_device else free_memory()
     return min(MOST_AHEAD, free // SHARE)
 
@@ -177,6 +186,9 @@ def input_lines(dataset: Dataset, data: Data, augmentation: Augmentation, *, dev
     """The input pipeline, for the plan."""
     if data.data == "synthetic":
         return []
+    if isinstance(dataset.train, ArraySource) and data.dataset_location == "device":
+        count, side = len(dataset.train) + len(dataset.validation), dataset.preprocessing.image_size
+        return [f"loader: keeps all images on the device, {count * side * side * 3 / 1e6:,.0f} MB of bytes"]
     on_device = decode_device(data, dataset.train, device) == "cuda"
     form = "left on the device" if on_device else "copied as bytes" if data.eight_bit_io else "copied as values"
     where = {"host": "normalised on the host", "device": "normalised on the device", "none": "not normalised"}

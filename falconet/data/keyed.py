@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     POLICY = 21
     JITTER = 22
     ERASE = 23
+    CUTOUT = 24
     BALANCE = 30
     CALIBRATE = 40
 

@@ -18,7 +18,7 @@ from falconet.data.augment import Chain, PixelChanges
 from falconet.data.buffers import Batch, Buffers, RowReader, join, on_device
 from falconet.data.keyed import IntArray
 from falconet.data.mixing import Mix
-from falconet.data.order import COPY_BITS, Order, shuffled
+from falconet.data.order import COPY_BITS, Order, OrderAhead, shuffled
 from falconet.data.preprocessing import Channels
 from falconet.errors import DataError
 
@@ -114,7 +114,8 @@ class Loader:
         self.updates_per_epoch = len(labels) // shape.global_batch
         self._reader, self._labels, self._shape, self._seed = reader, labels, shape, seed
         self._resources = resources or Resources()
-        self._order = order or shuffled(len(labels), seed=seed)
+        drawn = order or shuffled(len(labels), seed=seed)
+        self._order = OrderAhead(drawn) if self._resources.workers else drawn
         self._open: weakref.WeakSet[Generator[Iterator[Batch], None, None]] = weakref.WeakSet()
 
     def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:
@@ -130,9 +131,11 @@ class Loader:
         return updates
 
     def close(self) -> None:
-        """End the iterators that are still open, and their threads."""
+        """End the iterators that are still open, and all threads."""
         for updates in list(self._open):
             updates.close()
+        if isinstance(self._order, OrderAhead):
+            self._order.close()
 
     def _updates(self, epoch: int, skip: int) -> Generator[Iterator[Batch], None, None]:
         shape = self._shape

@@ -113,10 +113,10 @@ class ArrayReader:
             out[row] = resized(Image.fromarray(image), box, crops.preprocessing, flip=bool(flip))
 
     def _shifted(self, images: ValueArray, indices: IntArray, epoch: int) -> ValueArray:
-        if self._crops.augment not in ("shift", "shift-flip"):
+        shifts = self._crops.shifts(indices, side=min(self._height, self._width), epoch=epoch)
+        if shifts is None:
             return images
-        side = min(self._height, self._width)
-        return shifted(images, drawn.shifts(indices, side=side, seed=self._crops.seed, epoch=epoch))
+        return shifted(images, shifts, reflects=self._crops.augmentation.shift_padding == "reflect")
 
 
 class PillowReader:
@@ -263,9 +263,16 @@ def _between(first: npt.NDArray[Any], second: npt.NDArray[Any], weight: FloatArr
     return np.asarray(first * (1 - weight) + second * weight, np.float64)
 
 
-def shifted(images: ValueArray, shifts: IntArray) -> ValueArray:  # N x H x W x 3; N x 2: down, right
-    """Each image moved by its shift; zeros move in."""
+def shifted(  # N x H x W x 3; N x 2: down, right
+    images: ValueArray, shifts: IntArray, *, reflects: bool = False
+) -> ValueArray:
+    """Each image moved by its shift; zeros move in, or what is reflected at its border."""
     height, width = images.shape[1:3]
+    if reflects and len(images):
+        reach = int(np.abs(shifts).max())
+        padded = np.pad(images, ((0, 0), (reach, reach), (reach, reach), (0, 0)), mode="reflect")
+        places = zip(padded, (reach - shifts).tolist(), strict=True)
+        return np.stack([image[top : top + height, left : left + width] for image, (top, left) in places])
     moved = np.zeros_like(images)
     # A loop takes about 2 us per image; numpy's gathers of overlapping windows copy byte by byte.
     for image, target, (down, right) in zip(images, moved, shifts.tolist(), strict=True):

@@ -32,6 +32,12 @@ def classifier(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name in names if found[name] == max(found.values()))
 
 
+def orthogonal_names(model: nn.Module) -> frozenset[str]:
+    """The names of filters and matrices whose updates may be orthogonal: of all layers but the classifier."""
+    last = classifier(model)
+    return frozenset(name for name, weight in model.named_parameters() if weight.ndim > 1 and name not in last)
+
+
 def rate_shares(model: nn.Module, decay: float) -> dict[str, float]:
     """The share of the learning rate that each weight gets: 1 in the classifier, times `decay` per block before it."""
     found = depths(model, [name for name, _ in model.named_parameters()], by_block=True)

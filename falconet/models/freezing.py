@@ -70,20 +70,26 @@ class Frozen:
 
 
 class Hold:
-    """Keeps frozen layers of a model in evaluation mode, and trains them from an update on if there is such an end."""
+    """Keeps frozen layers of a model in evaluation mode, from one update on, or until another, if there is one."""
 
     def __init__(
-        self, model: nn.Module, frozen: Frozen, *, until: int | None = None, changed: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        frozen: Frozen,
+        *,
+        since: int = 0,
+        until: int | None = None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         """`until`: the first update that trains everything; None: never. `changed`: called after each change."""
-        self._model, self._frozen, self._until, self._changed = model, frozen, until, changed
+        self._model, self._frozen, self._since, self._until, self._changed = model, frozen, since, until, changed
         held = [layer for name, layer in model.named_modules() if name in frozen.layers]
         self._evaluated = list(dict.fromkeys(inner for layer in held for inner in layer.modules()))
-        self._is_set = until is None  # what is frozen for good was so before the optimizer was built
+        self._is_set = until is None and not since  # what is frozen for good was so before the optimizer was built
 
     def at(self, update: int) -> None:
         """Before the passes of an update, of a model in training mode."""
-        holds = self._until is None or update < self._until
+        holds = self._since <= update and (self._until is None or update < self._until)
         if holds != self._is_set:
             self._is_set = holds
             self._frozen.set(self._model, trains=not holds)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from falconet.config.options import Model
 from falconet.errors import ConfigError, did_you_mean, named_option
-from falconet.models import cifar_resnet, efficientnet, init, norms, padding, resnet
+from falconet.models import cifar_resnet, efficientnet, init, norms, padding, resnet, speednet
 
 # timm and torchvision are imported where they are used: each takes two seconds, and the CIFAR networks need neither.
 TIMM_PREFIX = "timm:"
@@ -21,7 +21,11 @@ _BEFORE_CLASSIFIER = {"mobilenet": "global_pool", "mobilenet-v3-small": "flatten
 _MOBILENET_DROPOUT = 0.2
 _WIDE_HEAD = 1280  # channels
 SQUEEZENETS = ("squeezenet", "squeezenet-cifar")
-SMALLEST_SIDE = {"squeezenet": 21, "squeezenet-cifar": 8}  # pixels; smaller images shrink to nothing on the way
+SMALLEST_SIDE = {
+    "squeezenet": 21,
+    "squeezenet-cifar": 8,
+    **dict.fromkeys(speednet.NAMES, speednet.SMALLEST),
+}  # pixels; smaller images shrink to nothing on the way
 _BYPASSED = ("features.4", "features.7", "features.9", "features.12")  # fire 3, 5, 7 and 9, as wide as their input
 
 
@@ -51,7 +55,7 @@ def build(name: str, *, classes: int, seed: int, **options: Any) -> nn.Module:
 
 def names() -> tuple[str, ...]:
     """The models that are named without `timm:`."""
-    return (*resnet.NAMES, *efficientnet.SIZES, *_MOBILENETS, *cifar_resnet.NAMES, *SQUEEZENETS)
+    return (*resnet.NAMES, *efficientnet.SIZES, *_MOBILENETS, *cifar_resnet.NAMES, *SQUEEZENETS, *speednet.NAMES)
 
 
 def image_size(name: str) -> int:
@@ -99,6 +103,8 @@ def _create(options: Model, *, classes: int) -> nn.Module:
         return _create_mobilenet(options, classes=classes)
     if name in SQUEEZENETS:
         return _create_squeezenet(options, classes=classes)
+    if name in speednet.NAMES:
+        return speednet.create(options, classes=classes)
     import timm
 
     other: nn.Module = timm.create_model(name.removeprefix(TIMM_PREFIX), pretrained=False, num_classes=classes)

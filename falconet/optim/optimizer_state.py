@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from falconet.errors import CheckpointError
 from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfRMSprop, HalfRMSpropTF, HalfSGD
+from falconet.optim.muon import Muon
 from falconet.optim.optimizers import CombinedSGD, Lars
 
 # An empty tensor for a parameter that has had no gradient yet, so that a missing name is always a mistake.
@@ -77,6 +78,8 @@ def slot_names(optimizer: torch.optim.Optimizer) -> set[str]:
             return {"root_square_avg"} | momentum
         case _ if type(optimizer).__name__ == "RMSpropTF":  # by its name: importing timm takes two seconds
             return {"step", "square_avg"} | momentum
+        case Muon():
+            return {"momentum_buffer"}
         case Lars() | HalfLars():
             return {"velocity"}
         case CombinedSGD():

@@ -13,6 +13,7 @@ from falconet.config.options import Optimizer
 from falconet.numerics.kernels import update_rules
 from falconet.numerics.rounding import Rounding
 from falconet.optim.half_optimizers import HalfAdamW, HalfLars, HalfOptimizer, HalfRMSprop, HalfRMSpropTF, HalfSGD
+from falconet.optim.muon import Muon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class Treatment:
     undecayed: frozenset[str] | None = None  # without weight decay; None: those of one dimension
     shares: Mapping[str, float] = field(default_factory=dict)  # of the learning rate; 1 for those without an entry
     later: frozenset[str] = frozenset()  # get their first gradient in a later update
+    orthogonal: frozenset[str] = frozenset()  # moved by orthogonal steps in muon
 
 
 ALIKE = Treatment()
@@ -52,6 +54,8 @@ def build_optimizer(model: nn.Module, options: Optimizer, *, treatment: Treatmen
             return RMSpropTF(groups, lr=0.0, alpha=alpha, eps=eps, momentum=momentum)
         case "lars":
             return Lars(groups, lr=0.0, momentum=momentum, trust=options.lars_eeta, eps=eps)
+        case "muon":
+            return _muon(groups, options, rounding=None)
         case _:
             assert_never(options.optimizer)
 
@@ -73,8 +77,20 @@ def build_scaled_optimizer(
             return HalfRMSpropTF(groups, lr=0.0, alpha=alpha, eps=eps, momentum=momentum, rounding=rounding)
         case "lars":
             return HalfLars(groups, lr=0.0, momentum=momentum, trust=options.lars_eeta, eps=eps, rounding=rounding)
+        case "muon":
+            return _muon(groups, options, rounding=rounding)
         case _:
             assert_never(options.optimizer)
+
+
+def _muon(groups: list[dict[str, Any]], options: Optimizer, *, rounding: Rounding | None) -> Muon:
+    """Its weight decay is a share of --lr, whatever share of it a weight moves by."""
+    for group in groups:
+        group["weight_decay"] /= group.get("share", 1.0)
+        if group.get("orthogonal"):
+            group["momentum"] = options.muon_momentum
+    steps, rescales = options.muon_steps, options.muon_rescale
+    return Muon(groups, lr=0.0, momentum=options.momentum, steps=steps, rescales=rescales, rounding=rounding)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -120,7 +136,7 @@ def undecayed_names(model: nn.Module, exclude: Literal["vectors", "norms", "noth
 
 
 def _groups(model: nn.Module, options: Optimizer, treatment: Treatment) -> list[dict[str, Any]]:
-    """Decayed parameters and the others, by their shares of the rate; only LARS reads `adapts`.
+    """Decayed parameters and the others, by their shares of the rate; only LARS reads `adapts`, only Muon `orthogonal`.
 
     On CUDA the rate is a number on the device: a captured update sees it change.
 
@@ -129,13 +145,14 @@ def _groups(model: nn.Module, options: Optimizer, treatment: Treatment) -> list[
     """
     names = {p: name.replace("|", ".") for name, p in model.named_parameters()}  # pieces have names with bars
     decayed, plain = decay_groups(model, treatment.undecayed)
-    groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[bool, float, bool, bool], dict[str, Any]] = {}
     for members, adapts in ((decayed, True), (plain, False)):
         decay = options.weight_decay if adapts else 0.0
         for p in members:
             share = treatment.shares.get(names[p], 1.0)
-            empty = {"params": [], "weight_decay": decay, "adapts": adapts, "share": share}
-            groups.setdefault((adapts, share, names[p] in treatment.later), empty)["params"].append(p)
+            is_orthogonal = names[p] in treatment.orthogonal
+            empty = {"params": [], "weight_decay": decay, "adapts": adapts, "share": share, "orthogonal": is_orthogonal}
+            groups.setdefault((adapts, share, names[p] in treatment.later, is_orthogonal), empty)["params"].append(p)
     for group in groups.values():
         if group["params"][0].is_cuda:
             group["lr"] = torch.zeros((), device=group["params"][0].device)

@@ -62,6 +62,7 @@ class Stopwatch:
     clock: Callable[[], float] = time.perf_counter
     moments: Moments | None = None  # None for `clock`
     seconds: float = 0.0  # of training, those of earlier starts of the run included
+    preparation: float = 0.0  # seconds of training in which updates were captured
     _waiting: float = 0.0
     _since: float = field(init=False)
 
@@ -107,6 +108,15 @@ class Stopwatch:
         finally:
             self._since = self.clock()
             self._started = self._moments.mark()
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Time in this context is training time, and counted apart too."""
+        begun = self.clock()
+        try:
+            yield
+        finally:
+            self.preparation += self.clock() - begun
 
     def lap(self) -> tuple[float, float]:
         """Seconds of training and of waiting so far."""

@@ -1,6 +1,7 @@
 """From options to model, data, optimizer and step: the only place that knows all of them."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -12,11 +13,12 @@ from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Company, SharedWriter, Writer
 from falconet.config import commands, rules
 from falconet.config.fields import value_or
-from falconet.config.options import resolutions, share_of
+from falconet.config.options import rate_share, resolutions, share_of
 from falconet.data.dataset import Dataset, published_dataset
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, named_option
 from falconet.models import zoo
+from falconet.models.depth import orthogonal_names
 from falconet.models.freezing import matching
 from falconet.models.norms import move_once
 from falconet.numerics.loss_scale import AutomaticScale, FixedScale, Offender, Scale, SteppedScale
@@ -49,7 +51,7 @@ from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
 from falconet.report.console import Say, Screen, counted
 from falconet.train import defaults, processes, saved_model
-from falconet.train.capture import CapturedStep
+from falconet.train.capture import CapturedStep, Preparing
 from falconet.train.evaluate import require_accuracy
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
@@ -217,7 +219,9 @@ class BuiltPhase:
             pretrained=self.launch.initial if is_new else None,
             first_trained=self.phase.first_trained,
             unfrozen_at=self.plan.unfrozen_at,
+            frozen_from=self.plan.frozen_from,
             prepare=self._preparation(),
+            is_new=is_new,
         )
         stages = self.launch.division.stages
         if stages == 1:
@@ -288,12 +292,23 @@ class BuiltPhase:
         return state
 
     def _treatment(self) -> Treatment:
-        decay = self.options.optimizer.layer_decay
+        rule = self.options.optimizer
         return Treatment(
             undecayed=self._undecayed(),
-            shares=self.placement.rate_shares(decay) if decay != 1.0 else {},
+            shares=self._shares(),
             later=self.placement.later(),
+            orthogonal=orthogonal_names(self.placement.whole) if rule.optimizer == "muon" else frozenset(),
         )
+
+    def _shares(self) -> dict[str, float]:
+        """The shares of the learning rate, by the weights' depth and by their names."""
+        rule = self.options.optimizer
+        shares = dict(self.placement.rate_shares(rule.layer_decay)) if rule.layer_decay != 1.0 else {}
+        for pattern, factor in map(rate_share, rule.lr_share):
+            with named_option("lr_share"):
+                for name in matching(self.placement.weights, [pattern]):
+                    shares[name] = shares.get(name, 1.0) * factor
+        return shares
 
     def _undecayed(self) -> frozenset[str] | None:
         """The weights that are neither decayed nor scaled by lars; None: vectors."""
@@ -305,12 +320,13 @@ class BuiltPhase:
             return named & frozenset(self.placement.trained)
         return undecayed_names(self.model, options.weight_decay_exclude)
 
-    def step(self, state: TrainState) -> Step:
+    def step(self, state: TrainState, *, preparing: Preparing = nullcontext) -> Step:
+        """`preparing`: the context in which updates are captured."""
         step = self.placement.step(state, replicas=self.replicas, offender=self.offender)
         if self.uncaptured:
             return step
         assert isinstance(step, LocalStep)
-        return CapturedStep(step, self.site.world, note=self.site.note)
+        return CapturedStep(step, self.site.world, note=self.site.note, preparing=preparing)
 
     @property
     def uncaptured(self) -> str | None:

@@ -1,7 +1,8 @@
 """Updates as CUDA graphs: what the host would launch kernel by kernel is replayed as a whole."""
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from falconet.parallel.world import World
 from falconet.report.console import Say
 from falconet.train.step import LocalStep, Update
 
+Preparing = Callable[[], AbstractContextManager[None]]
 WARM = 3  # updates of a shape before it is captured: libraries choose kernels, and the update rule creates its state
 
 
@@ -45,9 +47,9 @@ class CapturedStep:
     wait for ever for a replica that sends nothing.
     """
 
-    def __init__(self, step: LocalStep, world: World, *, note: Say) -> None:
-        """`world`: all replicas. `note`: gets a line if an update cannot be captured."""
-        self._step, self._world, self._note = step, world, note
+    def __init__(self, step: LocalStep, world: World, *, note: Say, preparing: Preparing = nullcontext) -> None:
+        """`world`: all replicas. `note`: gets a line if an update cannot be captured. `preparing`: captures in it."""
+        self._step, self._world, self._note, self._preparing = step, world, note, preparing
         # Listed once: to find them takes as long as a small update.
         self._weights, self._modules = list(step.moving.model.parameters()), list(step.moving.model.modules())
         self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
@@ -61,7 +63,9 @@ class CapturedStep:
         self._step.moving.at(update, lr)
         shape = self._shape(micro_batches)
         if shape not in self._graphs and self._made[shape] >= WARM and not self._is_given_up:
-            self._capture(shape, micro_batches)
+            torch.cuda.synchronize(self._stream.device)  # the updates before are no part of it
+            with self._preparing():
+                self._capture(shape, micro_batches)
         if shape in self._graphs:
             made = self._graphs[shape].replay(micro_batches)
             self._replayed()
@@ -91,7 +95,6 @@ class CapturedStep:
     def _capture(self, shape: Hashable, micro_batches: Sequence[Batch]) -> None:
         """Add the graph of a shape. An update that one replica cannot capture, all make without, as all after it."""
         self._step.moving.model.zero_grad()  # they are made again in the graph's memory
-        torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()  # what the updates before used is not in the graph's pool
         graph: _Graph | None = None
         try:

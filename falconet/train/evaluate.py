@@ -401,6 +401,7 @@ class Validation:
     left_out: tuple[str, ...] = ()  # images that this process could not read so far
     metric: Metric = ACCURACY  # what was measured
     record: Record = field(default_factory=NoRecord)
+    seconds: float = 0.0  # of all validations in this process, moving averages included
 
     def run(self) -> bool:
         """Whether it was completed; a run that is asked to stop meanwhile leaves it, with nothing written."""
@@ -413,6 +414,7 @@ class Validation:
                 seconds = stopwatch.clock() - begun
                 self.record.begin("ema")
                 averaged = self.measure(self.state.ema.model, self._glancing) if self.state.ema else None
+                self.seconds += stopwatch.clock() - begun
         except Interrupted:
             return False
         self.output.screen.hide()

@@ -114,6 +114,16 @@ class Log:
         stopwatch = self.output.stopwatch
         self.output.style.end(trained=stopwatch.lap()[0] - self._before, whole=self.seconds)
 
+    def seconds_of(self, rate: Rate, *, validation: float) -> dict[str, float]:
+        """What took how long since this process started to train; `counted`: what speed records count.
+
+        `preparation` is a part of the training: capturing CUDA graphs.
+        """
+        training, preparation = rate.seconds, self.output.stopwatch.preparation
+        parts = {"training": training, "preparation": preparation, "validation": validation}
+        counted = {"counted": training - preparation + validation}
+        return {name: round(value, 4) for name, value in (parts | counted).items()}
+
     @property
     def seconds(self) -> float:
         """Since this phase began in this process, with validations and saves."""

@@ -88,9 +88,12 @@ def find(launch: Launch, site: Site) -> Finding:
 
 
 def _as_it_starts(launch: Launch) -> Launch:
-    """The run with its frozen layers frozen throughout, because the test counts other updates than the run."""
+    """The run with what its first update trains throughout, because the test counts other updates than the run."""
     loaded = launch.loaded
-    options = replace(loaded.options, training=replace(loaded.options.training, unfreeze_after=None))
+    training = replace(loaded.options.training, unfreeze_after=None, freeze_after=None)
+    if loaded.options.training.freeze_after is not None:
+        training = replace(training, freeze=None)
+    options = replace(loaded.options, training=training)
     return replace(launch, loaded=replace(loaded, options=options))
 
 

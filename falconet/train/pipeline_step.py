@@ -324,6 +324,7 @@ class StagedModel:
     def build(self) -> nn.Module:
         """This process's stage."""
         rank = self.setup.grid.stages.rank
+        self.setup.whiten(self._whole)
         footprint = self._footprints[rank]
         stored = self._kept if self._mode == "manual" else footprint.stored_layers(footprint.every)
         model = self.setup.regime.prepare(self._stages[rank].module, self.setup.device)

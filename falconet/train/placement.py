@@ -7,24 +7,30 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from falconet.checkpoint.initial_weights import InitialWeights
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands, rules
 from falconet.config.options import resolutions
+from falconet.data.crops import Crops
 from falconet.data.dataset import Dataset
+from falconet.data.image_files import BadImages
 from falconet.data.input import Input
+from falconet.data.keyed import IntArray
 from falconet.data.loader import BatchShape, IdleLoader, Loader, LoaderByEpoch, SyntheticLoader
 from falconet.data.order import balanced, class_weights
 from falconet.data.preprocessing import Normalise
+from falconet.data.readers import reader_for
 from falconet.errors import ConfigError, named_option
 from falconet.models import splits, zoo
 from falconet.models.depth import rate_shares
 from falconet.models.freezing import Frozen, Hold, count_trained, frozen_before, frozen_by, trained_by
 from falconet.models.fusion import Fusion, fuse, fuse_pieces
+from falconet.models.speednet import WHITENED_FROM, SpeedNet
 from falconet.models.zoo import build_model
 from falconet.numerics.loss_scale import NonFinite, Offender
 from falconet.numerics.precision import Regime
@@ -42,6 +48,7 @@ from falconet.train.loss import Loss, MultiLabelLoss, WeightedLoss, presence_wei
 from falconet.train.step import Elsewhere, LocalStep, Move, Moving, PlainMove, Prepare, ScaledMove, Step
 
 GIB = 2**30
+WHITENED_AT_ONCE = 500  # images: their patches take 46 MB at 32 x 32
 TrainingLoader = Loader | SyntheticLoader | LoaderByEpoch | IdleLoader
 
 
@@ -59,7 +66,9 @@ class Setup:
     pretrained: InitialWeights | None = None  # or those of another training
     first_trained: str | None = None  # layers that run before it are frozen
     unfrozen_at: int | None = None  # the first update that trains everything; None: what is frozen stays so
+    frozen_from: int | None = None  # the first update that does not train what is frozen; None: there is none
     prepare: Prepare | None = None  # called before the first update of each shape
+    is_new: bool = False  # whether the weights are drawn here, and not read later
 
     def new_model(self) -> tuple[nn.Module, Frozen]:
         """The whole model in fp32, on the host, and what of it is frozen."""
@@ -70,9 +79,29 @@ class Setup:
             with named_option("pretrained"):
                 self.pretrained.load(model, name=self.options.model.model, class_names=self.images.class_names)
         frozen = self._frozen(model)
-        if self.unfrozen_at is None:  # else the optimizer holds all weights, and the step freezes some for a while
+        if (
+            self.unfrozen_at is None and self.frozen_from is None
+        ):  # else the optimizer holds all weights, and the step freezes some for a while
             frozen.set(model)
         return model, frozen
+
+    def whiten(self, model: nn.Module) -> None:
+        """Set the first filters of a new model by the training images, if it whitens them."""
+        is_read = self.initial is not None or self.pretrained is not None
+        if not isinstance(model, SpeedNet) or not model.whitens or not self.is_new or is_read:
+            return
+        source, normalise = self.images.train, self.normalise
+        crops = Crops(preprocessing=self.images.training)
+        reader = reader_for(source, crops=crops, bad=BadImages(None, note=self.note))
+        chosen = np.linspace(0, len(source), min(len(source), WHITENED_FROM), endpoint=False, dtype=np.int64)
+
+        def normalised(indices: IntArray) -> Tensor:
+            pixels = np.empty((len(indices), reader.size, reader.size, 3), np.uint8)
+            is_good = reader.read(indices, epoch=0, out=pixels)
+            values: Tensor = normalise(torch.from_numpy(pixels[is_good]).permute(0, 3, 1, 2).to(self.device))
+            return values
+
+        model.whiten(normalised(part) for part in np.array_split(chosen, -(-len(chosen) // WHITENED_AT_ONCE)))
 
     def _frozen(self, model: nn.Module) -> Frozen:
         training = self.options.training
@@ -278,6 +307,7 @@ class WholeModel:
 
     def build(self) -> nn.Module:
         recomputation, _ = self.recomputation, self.fused_norms  # found before the model changes
+        self.setup.whiten(self._model[0])
         model = self.setup.regime.prepare(self._model[0], self.setup.device)
         if recomputation and recomputation.stored:
             if self.setup.device.type == "cuda":
@@ -405,7 +435,7 @@ def build_moving(
         move = ScaledMove(state.model, state.optimizer, state.scale, offender=offender, step=step, elsewhere=elsewhere)
     averages = [state.ema] if state.ema else []
     state.model.train()  # all layers of it; from here on the mode of the whole model tells that of each
-    hold = Hold(state.model, frozen, until=setup.unfrozen_at, changed=replicas.look_again)
+    hold = Hold(state.model, frozen, since=setup.frozen_from or 0, until=setup.unfrozen_at, changed=replicas.look_again)
     return Moving(model=state.model, move=move, hold=hold.at, seed=setup.seed, averages=averages, replicas=replicas)
 
 

@@ -83,6 +83,7 @@ def _fine_tuned(options: TrainOptions) -> TrainOptions:
             auto_augment="none",
             color_jitter=0.0,
             random_erasing=0.0,
+            cutout=0,
             repeated_augmentation=1,
             mixup_alpha=0.0,
             cutmix_lambda_low=0.0,
@@ -115,6 +116,7 @@ class Plan:
     updates_before: int = 0
     limit: int | None = None  # updates of this phase, which may end within an epoch
     frozen_epochs: int | None = None  # after which frozen weights are trained too; None: never
+    trained_epochs: float | None = None  # after which what is frozen from then on stops to train; None: never
     patience: int | None = None  # epochs without a better validation that end the training; None: any number
     in_a_row: int = 1  # updates, at most, after which the host does more than start the next one
 
@@ -141,6 +143,12 @@ class Plan:
     def unfrozen_at(self) -> int | None:
         """Updates done when frozen weights start to train; None: never."""
         return None if self.frozen_epochs is None else self.frozen_epochs * self.updates_per_epoch
+
+    @property
+    def frozen_from(self) -> int | None:
+        """Updates done when weights stop to train; None: never."""
+        epochs = self.trained_epochs
+        return None if epochs is None else ceil(Fraction(str(epochs)) * self.updates_per_epoch)
 
     def place(self, update: int) -> tuple[int, int]:
         """Whole epochs after `update` updates, and the updates beyond them."""
@@ -280,6 +288,7 @@ def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int
         epochs_before=phase.epochs_before,
         updates_before=updates_before,
         frozen_epochs=options.training.unfreeze_after,
+        trained_epochs=options.training.freeze_after,
         patience=options.training.early_stopping,
         in_a_row=options.training.device_iterations,
     )

@@ -108,14 +108,21 @@ def _augment(built: BuiltPhase) -> str:
         "randaugment": f" ({asked.randaugment_ops} of magnitude {asked.randaugment_magnitude})",
         "autoaugment": f" ({asked.autoaugment_policy})",
     }
+    reach = "" if asked.shift_reach == "auto" else f" by at most {counted(asked.shift_reach, 'pixel')}"
+    beyond = {"zeros": "black", "reflect": "reflected"}[asked.shift_padding]
+    crop = built.images.augment(asked.augment)
     further = {
+        f"shifted{reach}, {beyond} beyond": crop.startswith("shift")
+        and (asked.shift_reach, asked.shift_padding) != ("auto", "zeros"),
+        "alternating flips": asked.flip == "alternating" and crop.endswith("flip"),
         f"vertical flip {asked.vertical_flip:g}": asked.vertical_flip,
         f"{asked.auto_augment}{details.get(asked.auto_augment, '')}": asked.auto_augment != "none",
         f"colour jitter {asked.color_jitter:g}": asked.color_jitter,
         f"random erasing {asked.random_erasing:g}": asked.random_erasing,
+        f"cutout {asked.cutout}": asked.cutout,
         f"{asked.repeated_augmentation} copies of each image in an update": asked.repeated_augmentation > 1,
     }
-    return ", ".join([built.images.augment(asked.augment), *(words for words, is_asked in further.items() if is_asked)])
+    return ", ".join([crop, *(words for words, is_asked in further.items() if is_asked)])
 
 
 def _views(asked: commands.TrainOptions) -> list[str]:
@@ -188,7 +195,11 @@ def _weights(built: BuiltPhase) -> list[str]:
     elif built.options.training.freeze is not None:
         frozen = f"{trains} of {placement.parameters:,} parameters: --freeze {built.options.training.freeze}"
         epochs = built.options.training.unfreeze_after
-        lines.append(f"{frozen} for {counted(epochs, 'epoch')}, then all" if epochs else frozen)
+        later = built.options.training.freeze_after
+        if later:
+            lines.append(f"{trains} parameters, without --freeze {built.options.training.freeze} after epoch {later:g}")
+        else:
+            lines.append(f"{frozen} for {counted(epochs, 'epoch')}, then all" if epochs else frozen)
     elif patterns:
         lines.append(f"{trains} of {placement.parameters:,} parameters: those that match {' '.join(patterns)}")
     return lines

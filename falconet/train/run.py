@@ -274,9 +274,10 @@ def _require_same_state(options: commands.TrainOptions, manifest: Manifest, *, f
                 f"--{name}: got '{got}', expected '{expected}', whose state {folder} holds; `falconet train"
                 " --init-path` starts a new run with its weights"
             )
-    if (training.unfreeze_after is None) == ("unfreeze-after" in manifest.config):
-        expected = "a number of epochs" if training.unfreeze_after is None else "none"
-        raise ConfigError(f"--unfreeze-after: expected {expected}, because {folder} holds the state of such a run")
+    for name, epochs in (("unfreeze-after", training.unfreeze_after), ("freeze-after", training.freeze_after)):
+        if (epochs is None) == (name in manifest.config):
+            expected = "a number of epochs" if epochs is None else "none"
+            raise ConfigError(f"--{name}: expected {expected}, because {folder} holds the state of such a run")
     before, now = REGIMES.get(manifest.option("precision")), REGIMES[options.machine.precision]
     if before is None:
         raise CheckpointError(f"{folder}: its precision is '{manifest.option('precision')}', which is none of ours")
@@ -396,7 +397,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     loader = built.placement.loader()
     stopwatch = Stopwatch(moments=moments_of(world.device), seconds=state.progress.seconds)
     recorder = _recorder(built, session, update=state.progress.update, stopwatch=stopwatch)
-    timed = TimedStep(recorder.watched(built.step(state)), stopwatch)
+    timed = TimedStep(recorder.watched(built.step(state, preparing=stopwatch.preparing)), stopwatch)
     profiled = _profiled(built, timed, folder, state)
     step = _shown(built, profiled or timed)
     before = _joules(world.device)
@@ -419,8 +420,8 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         world.heeds(lambda: stop.requested)
         vote = world.vote()
         watch = Watch(
-            log=_log(built, state, session, output=output),
             validation=_validation(built, state, saving, recorder, stopping=lambda: stop.requested),
+            log=_log(built, state, session, output=output),  # last: it starts to count the time
             saving=saving,
             stopping=lambda: vote(stop.requested),
             ended=lambda: _ended_early(built.plan, state.progress, output.measurements.best),
@@ -437,6 +438,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         with contextlib.closing(loader):
             _update(built, state, step, watch, recorder, loader=loader, folder=folder)
         watch.log.end()
+        rate = watch.log.whole_run()
         with stopwatch.standing():
             averaged = _conclude(built, watch, folder)
     memory_of_stages = metrics.measure_stages(state, built.replicas, built.site.grid)
@@ -449,7 +451,8 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             metric=watch.validation.metric,
             memory=memory_of_stages,
             is_last=built.phase.is_last,
-            rate=watch.log.whole_run(),
+            rate=rate,
+            seconds=watch.log.seconds_of(rate, validation=watch.validation.seconds),
             joules=joules,
         )
         run_folder.write_summary(folder, watch.log, ending)

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -441,6 +441,7 @@ class Ending:
     memory: Sequence[StageMemory]  # of each stage
     is_last: bool  # no phase follows
     rate: Rate  # of the whole phase
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by what took them
     joules: float | None = None  # that all devices used; None: they do not tell
     report: Path | None = None  # None: there is none
 
@@ -456,6 +457,7 @@ def write_summary(folder: Path, log: Log, ending: Ending) -> None:
         "phase": log.plan.phase,
         "images_per_second": round(rate.images_per_second, 1),
         "training_seconds": round(rate.seconds, 1),
+        "seconds": ending.seconds,
         "waiting_percent": round(rate.waiting_percent, 1),
         "peak_memory_bytes": max(stage.peak for stage in ending.memory),
         "memory_bytes": ending.memory[0].held.to_json(),

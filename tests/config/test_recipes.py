@@ -12,6 +12,7 @@ from falconet.config.commands import InferOptions, TrainOptions
 from falconet.config.docs import configs_page
 from falconet.config.fields import options_of
 from falconet.config.load import load, parse
+from falconet.config.options import rate_share
 from falconet.config.recipes import EXTENDS, about, all_configs, deviations, from_config, values_of
 from falconet.config.settings import Setting
 from falconet.errors import ConfigError
@@ -20,7 +21,7 @@ from falconet.legacy.translate import read_configs, translate, translate_mapping
 
 ROOT = Path(__file__).parents[2]
 TRAIN, INFER = options_of(TrainOptions), options_of(InferOptions)
-OURS = {"digits", "cifar10-resnet20", "photos"}
+OURS = {"digits", "cifar10-resnet20", "photos", "cifar10-speedrun", "cifar10-96"}
 PYTORCH = read_configs(ROOT / "compat/pytorch/train/configs.yml")
 TENSORFLOW = read_configs(ROOT / "compat/tensorflow/configs.yml")
 INFERENCE = read_configs(ROOT / "compat/pytorch/inference/configs.yml")
@@ -156,3 +157,18 @@ def test_configs_are_listed_without_torch():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert "mk2_resnet50_mlperf_pod64_lars" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "updates"), [("cifar10-speedrun", 2000, 8 * 25), ("cifar10-96", 1000, 30 * 50)]
+)
+def test_speed_recipes_have_the_published_rates_per_image(name, batch, updates):
+    """A rate r for summed losses is r x batch for their mean; decay is a part of a weight per update."""
+    options = load(TrainOptions, [*from_config(name, TRAIN)]).options
+    lr, shares = options.learning_rate.lr, dict(map(rate_share, options.optimizer.lr_share))
+    assert lr == 0.24
+    assert shares["fc"] * lr == pytest.approx(0.67 * batch, rel=1e-6)
+    assert shares[".*/bias"] * lr == pytest.approx(0.053 * batch, rel=1e-6)
+    assert options.optimizer.weight_decay * lr == pytest.approx(2e-6 * batch, rel=1e-6)
+    assert options.data.micro_batch == batch
+    assert options.training.epochs * (50_000 // batch) == updates

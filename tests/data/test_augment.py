@@ -378,3 +378,16 @@ def test_a_loader_augments_on_the_device():
     for (images, labels), (others, other_labels) in zip(on_device, on_host, strict=True):
         assert torch.equal(labels.cpu(), other_labels)
         assert ((images.cpu().int() - others.int()).abs() > 1).float().mean() < 0.02
+
+
+def test_cutout_erases_a_square_of_each_image_at_any_place():
+    changes = PixelChanges(augmentation=Augmentation(cutout=3), seed=2, fill=(0.5, 0.25, 1.0))
+    indices = np.arange(400)
+    images = torch.full((400, 3, 8, 8), 7, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    found = augment.apply(images, changes.draw(indices, epoch=1, side=8)).permute(0, 2, 3, 1)
+    erased = (found != 7).any(-1)  # N x S x S
+    assert (erased.sum((1, 2)) == 9).all()
+    assert (found[erased] == torch.tensor([128, 64, 255], dtype=torch.uint8)).all()
+    corners = {tuple(each.nonzero()[0].tolist()) for each in erased}
+    assert corners == {(top, left) for top in range(6) for left in range(6)}
+    assert all((each.any(0).sum(), each.any(1).sum()) == (3, 3) for each in erased)

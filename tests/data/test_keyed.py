@@ -64,6 +64,7 @@ def test_purposes_keep_their_numbers():
         "POLICY": 21,
         "JITTER": 22,
         "ERASE": 23,
+        "CUTOUT": 24,
         "BALANCE": 30,
         "CALIBRATE": 40,
     }

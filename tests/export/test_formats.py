@@ -32,6 +32,8 @@ FAMILIES = {
     "resnet11-cifar": {"disable_stable_batchnorm": True},
     "resnext11-cifar": {},
     "squeezenet-cifar": {"squeezenet_bypass": True},
+    "speednet8-cifar": {"speednet_widths": (24, 32, 32)},
+    "speednet11-cifar": {"speednet_widths": (24, 32, 32), "speednet_activation": "silu"},
     "timm:convnext_atto": {},
 }
 

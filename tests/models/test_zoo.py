@@ -162,7 +162,8 @@ def test_names_are_the_originals_and_the_cifar_networks():
     ours = {"resnet10", "resnet14", "resnet26", "resnext14", "resnext26", "resnext152", "efficientnet-cifar"}
     bottlenecks = {f"resnet{depth}-cifar" for depth in (11, 29, 38, 47, "56b", 65)}
     grouped = {f"resnext{depth}-cifar" for depth in (11, 29, 38, 47, 56, 65)}
-    assert set(zoo.names()) == {*TORCHVISION, *ours, *cifar, *bottlenecks, *grouped, "squeezenet", "squeezenet-cifar"}
+    others = {"squeezenet", "squeezenet-cifar", "speednet8-cifar", "speednet11-cifar"}
+    assert set(zoo.names()) == {*TORCHVISION, *ours, *cifar, *bottlenecks, *grouped, *others}
 
 
 def test_running_statistics_are_not_counted_as_parameters():

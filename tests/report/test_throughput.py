@@ -82,6 +82,17 @@ def test_pauses_are_not_training_time_even_after_an_error(clock):
     assert laps.end(6) == Rate(6, 6.0, 0.0)
 
 
+def test_preparation_is_training_time_and_counted_apart(clock):
+    watch = Stopwatch(clock)
+    laps = Laps(watch)
+    clock.pass_by(1.0)
+    with watch.preparing():
+        clock.pass_by(5.0)
+    clock.pass_by(2.0)
+    assert watch.preparation == 5.0
+    assert laps.end(4) == Rate(4, 8.0, 0.0)
+
+
 def test_waiting_is_the_time_until_an_update_arrives(clock):
     def slow_updates():
         for update in range(3):

@@ -118,3 +118,43 @@ def test_replicas_unfreeze_together_and_match_one_process():
                 atol=1e-4 if "adamw" in extra else 2e-6,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
+
+
+LATER = f"train {TINY} --epoch 4 --freeze layer1 --freeze-after 1.5"
+LATER_KINDS = {"muon": "--optimizer muon --lr 0.02 --ema-half-life 0.5", "half": KINDS["half"], "sgd": ""}
+
+
+@pytest.mark.parametrize("kind", LATER_KINDS)
+def test_a_run_restored_before_or_after_weights_are_frozen_equals_the_straight_one(falconet, monkeypatch, kind):
+    line = f"{LATER} {LATER_KINDS[kind]} --checkpoint-save-freq 0.5 --checkpoints-kept all"
+    assert falconet(f"{line} --run-dir straight").code == 0
+    for update in (5, 6, 11):
+        with monkeypatch.context() as patch:
+            stop_at(patch, update)
+            assert falconet(f"{line} --run-dir r{update}").code == 130
+        answer = falconet(f"restore r{update}")
+        assert answer.code == 0, answer.err
+        assert_bitwise(Path("straight"), Path(f"r{update}"))
+    saved = {name: tensors("straight", name) for name in ("1", "2", "4")}
+    moved = {name for name, values in saved["2"].items() if not torch.equal(saved["1"][name], values)}
+    assert any(name.startswith("layer1.") for name in moved)
+    later = {name for name, values in saved["4"].items() if not torch.equal(saved["2"][name], values)}
+    assert not any(name.startswith("layer1.") for name in later)
+    assert any(name.startswith("layer2.") for name in later)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--freeze-after 1", "--freeze-after: needs --freeze"),
+        ("--freeze fc --freeze-after 1 --unfreeze-after 1", "--freeze-after: contradicts --unfreeze-after"),
+        (
+            "--freeze fc --freeze-after 1 --pipeline-splits layer2",
+            "--freeze-after: does not work with --pipeline-splits",
+        ),
+    ],
+)
+def test_what_cannot_freeze_later_is_refused(falconet, words, message):
+    answer = falconet(f"train {TINY} {words} --plan")
+    assert answer.code == 2
+    assert message in answer.err

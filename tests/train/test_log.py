@@ -1,6 +1,7 @@
 """What happens around the updates: log points, validations, checkpoints, and the last good one."""
 
 import io
+import json
 import os
 import re
 import resource
@@ -31,6 +32,7 @@ from falconet.train.metrics import Measurements, Meter, NotFiniteError
 from falconet.train.plan import Plan
 from falconet.train.save import Identity, Saving
 from falconet.train.step import Update
+from tiny import TINY
 
 LIMIT = 300  # seconds; a save takes milliseconds
 UPDATES = 4  # in an epoch, of 8 images
@@ -541,3 +543,18 @@ def test_the_average_of_checkpoints_has_separate_metrics(desk):
     assert at.notes[0][1]["validation_averaged/accuracy"] == 80.0
     assert at.text.getvalue().splitlines()[-1] == "accuracy of the averaged checkpoints: 80.00%"
     assert at.output.measurements.best is None
+
+
+@pytest.mark.parametrize("mode", ["after", "during", "none"])
+def test_a_summary_says_what_the_seconds_went_into(falconet, mode):
+    assert falconet(f"train {TINY} --validation-mode {mode} --run-dir run").code == 0
+    summary = json.loads(Path("run/summary.json").read_text())
+    seconds = summary["seconds"]
+    assert seconds["counted"] == pytest.approx(
+        seconds["training"] - seconds["preparation"] + seconds["validation"], abs=2e-4
+    )
+    assert seconds["preparation"] == 0  # nothing is captured on a CPU
+    assert seconds["training"] == pytest.approx(summary["training_seconds"], abs=0.06)
+    last = summary["metrics"].get("validation/seconds", 0.0)
+    assert seconds["validation"] >= last * 0.999 - 1e-4
+    assert (seconds["validation"] > 0) == (mode != "none")

@@ -1,0 +1,157 @@
+"""Muon: momentum whose direction is orthogonalised, for the filters of convolutions and the matrices between them.
+
+torch.optim.Muon takes matrices only, not filters, and iterates for each weight by itself; here weights of one shape
+share their products, and the rate, the loss scale and whether the update is skipped are read on the device.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from falconet.numerics.rounding import Rounding
+from falconet.optim.half_optimizers import Arithmetic, HalfOptimizer, norms_of
+
+# One step maps each singular value s to a s + b s^3 + c s^5 (Jordan et al. 2024). The slope at 0 is as large as it can
+# be while values stay between about 0.7 and 1.2: five steps lift everything above 0.002 of the norm there.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+LEAST = 1e-7  # norm of a direction, so that a gradient of zeros moves nothing
+
+
+def orthogonalised(matrices: Tensor, *, steps: int) -> Tensor:  # B x R x C, both
+    """U V^T of each matrix U S V^T, roughly: its singular values become about 1.
+
+    In bf16 on CUDA, where products of half values take a fraction of the time, and errors of a percent do not matter.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices  # the smaller square is multiplied
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(LEAST)
+    x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
+    for _ in range(steps):
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).to(matrices.dtype)
+
+
+class Muon(HalfOptimizer):
+    """Groups with `orthogonal` by Muon: v = momentum * v + g; w -= lr * (orthogonalised(g + momentum * v) + decay * w).
+
+    `rescales`: instead of the decay, w is first scaled so that the mean square of its rows' norms is 1. Other groups by
+    SGD with Nesterov's momentum: v = momentum * v + g + decay * w; w -= lr * (g + decay * w + momentum * v).
+    """
+
+    def __init__(
+        self, params: ParamsT, *, lr: float, momentum: float, steps: int, rescales: bool, rounding: Rounding | None
+    ) -> None:
+        """`momentum`: of groups without their own."""
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "orthogonal": False}
+        super().__init__(params, defaults, rounding=rounding)
+        self._steps, self._rescales = steps, rescales
+
+    def slots(self, group: dict[str, Any]) -> dict[str, float]:  # noqa: ARG002
+        return {"momentum_buffer": 0.0}
+
+    def rule(self, group: dict[str, Any]) -> tuple[str, Arithmetic, tuple[float, ...]]:  # noqa: ARG002
+        raise AssertionError("a direction depends on all elements of a weight, so no rule gives one by one")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "an update is zero_grad, backward passes, step"
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._fill_slots(params, self.slots(group))
+                self._move(group, params)
+
+    def rehearse(self) -> None:
+        """There are no kernels of ours to launch."""
+
+    def _move(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        velocities = [self.state[p]["momentum_buffer"] for p in params]
+        weights, before = [p.float() for p in params], [v.float() for v in velocities]
+        grads = [p.grad.float() for p in params if p.grad is not None]
+        if self.scale is not None:
+            grads = list(torch._foreach_mul(grads, self._one / self.scale))
+        move = self._orthogonal if group["orthogonal"] else self._plain_descent
+        moved, after = move(group, weights, grads, before)
+        self._keep(params, moved, slot=0, before=weights)
+        self._keep(velocities, after, slot=1, before=before, owners=params)
+
+    def _plain_descent(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        grads = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
+        after, directions = _nesterov(grads, velocities, group["momentum"])
+        return _descended(weights, directions, self._lr(group)), after
+
+    def _orthogonal(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        after, directions = _nesterov(grads, velocities, group["momentum"])
+        moves = self._directed(directions)
+        if self._rescales:
+            roots = [float(len(w)) ** 0.5 for w in weights]
+            sizes = norms_of(weights).clamp_min(LEAST).unbind()
+            weights = [w * (root / size) for w, root, size in zip(weights, roots, sizes, strict=True)]
+        elif group["weight_decay"]:
+            moves = list(torch._foreach_add(moves, weights, alpha=group["weight_decay"]))
+        return _descended(weights, moves, self._lr(group)), after
+
+    def _directed(self, directions: Sequence[Tensor]) -> list[Tensor]:
+        """Each orthogonalised, those of one shape together."""
+        alike: dict[torch.Size, list[int]] = defaultdict(list)
+        rows = [_rows(direction) for direction in directions]
+        for place, matrix in enumerate(rows):
+            alike[matrix.shape].append(place)
+        found = list(directions)
+        for places in alike.values():
+            done = orthogonalised(torch.stack([rows[place] for place in places]), steps=self._steps)
+            for place, matrix in zip(places, done, strict=True):
+                found[place] = _unrolled(matrix, directions[place])
+        return found
+
+    def _keep(
+        self,
+        stored: Sequence[Tensor],
+        values: Sequence[Tensor],
+        *,
+        slot: int,
+        before: Sequence[Tensor],
+        owners: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Write the values, unless the update is skipped; `owners`: the weights that the tensors belong to."""
+        if self.found is not None:
+            values = [torch.where(self.found, old, new) for old, new in zip(before, values, strict=True)]
+        if self.rounding is not None:
+            store = self._store()
+            pairs = zip(stored, values, owners or stored, strict=True)
+            values = [store(value, t.dtype, part=self.parts[p], slot=slot) for t, value, p in pairs]
+        torch._foreach_copy_(list(stored), list(values))
+
+
+def _nesterov(grads: list[Tensor], velocities: list[Tensor], momentum: float) -> tuple[list[Tensor], list[Tensor]]:
+    """The velocities after an update, and its directions."""
+    after = torch._foreach_mul(velocities, momentum)
+    torch._foreach_add_(after, grads)
+    return list(after), list(torch._foreach_add(grads, after, alpha=momentum))
+
+
+def _descended(weights: list[Tensor], directions: list[Tensor], lr: Tensor) -> list[Tensor]:
+    return list(torch._foreach_sub(weights, torch._foreach_mul(directions, lr)))
+
+
+def _rows(weight: Tensor) -> Tensor:  # R x C
+    """A weight as a matrix with a row per output; of filters, a row in the order of channels-last memory."""
+    return (weight.movedim(1, -1) if weight.ndim > 2 else weight).reshape(len(weight), -1)
+
+
+def _unrolled(matrix: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_rows`."""
+    if like.ndim == 2:
+        return matrix
+    outputs, channels, *kernel = like.shape
+    return matrix.view(outputs, *kernel, channels).movedim(-1, 1)
