@@ -79,9 +79,8 @@ class Setup:
             with named_option("pretrained"):
                 self.pretrained.load(model, name=self.options.model.model, class_names=self.images.class_names)
         frozen = self._frozen(model)
-        if (
-            self.unfrozen_at is None and self.frozen_from is None
-        ):  # else the optimizer holds all weights, and the step freezes some for a while
+        # What is frozen for a while is held by the optimizer all the same: the step freezes it.
+        if self.unfrozen_at is None and self.frozen_from is None:
             frozen.set(model)
         return model, frozen
 
