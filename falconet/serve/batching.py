@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from falconet.infer.predictor import Execute, Pixels, Scores
+from falconet.infer.predictor import Execute, Lanes, Pixels, Scores
 from falconet.report.console import are
 from falconet.serve.refusals import ComputingError, LateError, OverloadedError, RefusedError
 
@@ -88,12 +88,14 @@ class Waiting:
 class Batcher:
     """Gathers waiting requests into batches for the lanes; belongs to one event loop."""
 
-    def __init__(self, lanes: Sequence[Execute], policy: Policy, executed: Executed = lambda *_: None) -> None:
+    def __init__(self, lanes: Lanes, policy: Policy, executed: Executed = lambda *_: None) -> None:
         self._executed = executed
+        self._lanes = lanes
         self.counts, self.spent = Counts(), Spent()
         self.policy = policy
-        self._idle = list(lanes)
-        self._threads = ThreadPoolExecutor(len(lanes), thread_name_prefix="lane")
+        self._idle = list(lanes.each)
+        self._has_all = False  # whether a batch is computed by all cores
+        self._threads = ThreadPoolExecutor(len(lanes.each), thread_name_prefix="lane")
         self._queue: deque[Waiting] = deque()
         self.waiting = 0  # images in the queue
         self._alarm: asyncio.TimerHandle | None = None
@@ -160,25 +162,40 @@ class Batcher:
 
     def _start_batches(self) -> None:
         """Start batches on idle lanes, or set an alarm for when the next one is due."""
-        while self._idle and self._queue:
-            batch = self._first_batch()
-            full = len(batch) < len(self._queue) or _size(batch) == self.policy.max_batch
-            due = batch[0].since + self.policy.max_delay
+        while self._queue and (free := self._free()) is not None:
+            together = self._first(self.policy.max_batch)
+            full = len(together) < len(self._queue) or _size(together) == self.policy.max_batch
+            due = together[0].since + self.policy.max_delay
             if not full and asyncio.get_running_loop().time() < due:
                 self._wake_at(due)
                 return
+            lane, most = free
+            batch = self._first(most)
             for _ in batch:
                 self._queue.popleft()
             self.waiting -= _size(batch)
-            self._execute(self._idle.pop(), batch)
+            self._execute(lane, batch)
 
-    def _first_batch(self) -> list[Waiting]:
-        """The requests that have waited longest and fit together; a request is never split."""
+    def _free(self) -> tuple[Execute, int] | None:
+        """The lane that may compute the first of the queue now, and how many images it should take."""
+        lanes, number = self._lanes, len(self._lanes.each)
+        if self._has_all:
+            return None
+        is_alone = len(self._idle) == number and len(self._queue) <= max(1, number // 2)
+        if lanes.whole is not None and is_alone and self.waiting >= lanes.least_whole:
+            return lanes.whole, self.policy.max_batch
+        if not self._idle or (len(self._idle) < number and self.waiting < lanes.least_more):
+            return None
+        most = max(-(-self.waiting // number), lanes.least_more) if lanes.share else self.policy.max_batch
+        return self._idle[-1], min(most, self.policy.max_batch)
+
+    def _first(self, most: int) -> list[Waiting]:
+        """The requests that have waited longest, of up to so many images; a request is never split."""
         batch: list[Waiting] = []
         size = 0
         for waiting in self._queue:
             size += len(waiting.images)
-            if size > self.policy.max_batch:
+            if size > most and batch:
                 break
             batch.append(waiting)
         return batch
@@ -190,6 +207,10 @@ class Batcher:
 
     def _execute(self, lane: Execute, batch: list[Waiting]) -> None:
         self.counts.executions += 1
+        if lane is self._lanes.whole:
+            self._has_all = True
+        else:
+            self._idle.remove(lane)
         loop = asyncio.get_running_loop()
         started = loop.time()
 
@@ -203,7 +224,10 @@ class Batcher:
         """Let the lane go on first, and then answer."""
         error = done.exception()
         self.counts.failed_in_a_row = self.counts.failed_in_a_row + 1 if error else 0
-        self._idle.append(lane)
+        if lane is self._lanes.whole:
+            self._has_all = False
+        else:
+            self._idle.append(lane)
         self._start_batches()
         if error is None:
             self._answer(batch, started, *done.result())

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from falconet.errors import SHORTAGES, DeviceError, UserError, did_you_mean, memory_shortage
-from falconet.infer.predictor import Execute, Pixels
+from falconet.infer.predictor import Lanes, Pixels
 from falconet.report.console import Say
 from falconet.serve import protocol, records
 from falconet.serve.batching import Batcher, Computed, Counts, Executed, Policy
@@ -29,7 +29,7 @@ class Opened(NamedTuple):
     """One version of a model, ready to compute."""
 
     served: Served
-    lanes: list[Execute]
+    lanes: Lanes
     decode: Decode
     stamp: object  # of the weights; others are newer
     about: str  # what it takes and computes with, in words

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from falconet.infer.predictor import Lanes
 from falconet.serve.batching import Batcher, Policy
 from falconet.serve.refusals import LateError, OverloadedError
 from served import pixels
@@ -33,7 +34,7 @@ def in_loop(scenario, lanes, **policy):
     rules = Policy(**{"max_batch": 8, "max_delay": 0.02, "max_queue": 1000} | policy)
 
     async def whole():
-        batcher = Batcher(lanes, rules)
+        batcher = Batcher(Lanes(each=tuple(lanes)), rules)
         try:
             return await asyncio.wait_for(scenario(batcher), LIMIT)
         finally:

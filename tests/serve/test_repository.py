@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from falconet.errors import CheckpointError, DeviceError
+from falconet.infer.predictor import Lanes
 from falconet.serve import app, connections
 from falconet.serve import repository as repositories
 from falconet.serve.batching import Policy
@@ -38,7 +39,7 @@ class Weights:
             return [np.full((len(portion), 5), version, np.float32) for portion in portions]
 
         served = about(max_batch=8, name=self.name, version=str(version))
-        return Opened(served, [lane], decoded, stamp=version, about="")
+        return Opened(served, Lanes(each=(lane,)), decoded, stamp=version, about="")
 
     @property
     def source(self):
