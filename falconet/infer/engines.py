@@ -43,7 +43,7 @@ TIMED, MOST_TIMED = 0.3, 50  # seconds and batches of a size, after the first
 LARGEST = 0.5  # seconds that a batch may take to be timed
 BY_HAND = "`falconet export --int8 --preprocessing` has --photos and other options, and its folder can be served"
 GAIN = 0.8  # of a lane's time, that all cores together must need at most to be worth their sessions
-MORE_MS = 0.5  # of computation that is worth waking a thread beside one that computes
+MORE_MS = 2.0  # of computation that is worth a second thread: it needs the interpreter too, as the loop does
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class Lanes:
     # All cores for one batch, where each lane has one of them; None if that gains nothing, or if a lane has all.
     whole: Execute | None = None
     least_whole: int = 1  # images from which it is faster than a lane
-    share: bool = False  # whether they divide what waits, because each has a core of its own
+    share: bool = False  # whether idle ones divide what waits, because each has a core of its own
     least_more: int = 1  # images that are worth starting a lane beside a busy one
 
 

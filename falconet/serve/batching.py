@@ -186,7 +186,7 @@ class Batcher:
             return lanes.whole, self.policy.max_batch
         if not self._idle or (len(self._idle) < number and self.waiting < lanes.least_more):
             return None
-        most = max(-(-self.waiting // number), lanes.least_more) if lanes.share else self.policy.max_batch
+        most = max(-(-self.waiting // len(self._idle)), lanes.least_more) if lanes.share else self.policy.max_batch
         return self._idle[-1], min(most, self.policy.max_batch)
 
     def _first(self, most: int) -> list[Waiting]:

@@ -127,12 +127,16 @@ class DirectConnection(Connection):
         self._is_last = False  # whether the answer in progress ends the connection
 
     def data_received(self, data: bytes) -> None:
-        """Data is empty where aiohttp lets its parser go on, which happens as a body is taken from it."""
+        """Data is empty where aiohttp lets its parser go on after a pause."""
         if data and self._held is None and self.is_idle:
             self._held, self._waiter = self._waiter, None
         super().data_received(data)
         if data and self._held is not None and self._answering is None:
             self._proceed()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        if self._reading_paused:  # else aiohttp would call its parser for nothing, twice for each request
+            super().resume_reading(resume_parser)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._begun is not None:
