@@ -97,6 +97,7 @@ class Batcher:
         self._has_all = False  # whether a batch is computed by all cores
         self._threads = ThreadPoolExecutor(len(lanes.each), thread_name_prefix="lane")
         self._queue: deque[Waiting] = deque()
+        self._started: dict[int, float] = {}  # batches that are being computed: when they were started
         self.waiting = 0  # images in the queue
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -145,6 +146,10 @@ class Batcher:
             self._queue.remove(waiting)
             self.waiting -= len(waiting.images)
             self.counts.dropped += 1
+
+    def longest(self) -> float:
+        """Seconds since the oldest batch in progress was started; 0 if there is none."""
+        return asyncio.get_running_loop().time() - min(self._started.values()) if self._started else 0.0
 
     def close(self, *, wait: bool = True) -> None:
         """Let the threads end, after the batches that they compute."""
@@ -212,7 +217,7 @@ class Batcher:
         else:
             self._idle.remove(lane)
         loop = asyncio.get_running_loop()
-        started = loop.time()
+        started = self._started[id(batch)] = loop.time()
 
         def computed(done: "Future[_Timed]") -> None:  # in the lane's thread: the loop is woken once for a batch
             with contextlib.suppress(RuntimeError):  # it has ended
@@ -223,6 +228,7 @@ class Batcher:
     def _ended(self, lane: Execute, batch: Sequence[Waiting], started: float, done: "Future[_Timed]") -> None:
         """Let the lane go on first, and then answer."""
         error = done.exception()
+        del self._started[id(batch)]
         self.counts.failed_in_a_row = self.counts.failed_in_a_row + 1 if error else 0
         if lane is self._lanes.whole:
             self._has_all = False

@@ -18,7 +18,7 @@ from falconet.export.formats import FORMATS
 from falconet.infer import conversion, engines
 from falconet.infer.classifier import Classifier
 from falconet.infer.conversion import ConversionError, Exported
-from falconet.infer.engines import Engine, Latency, exported_engine, open_engine
+from falconet.infer.engines import Engine, Latency, divided, exported_engine, open_engine
 from falconet.infer.predictor import Lanes, Predictor, open_served
 from falconet.numerics.precision import REGIMES
 
@@ -73,7 +73,7 @@ NETWORKS = {
 def test_scores_are_those_of_torch(network, kind, tmp_path):
     name, options = NETWORKS[network]
     graph = graph_of(name, takes_pixels=True, **options)
-    (lane,) = exported_engine(written(graph, kind, tmp_path), max_batch=8).lanes.each
+    lane = exported_engine(written(graph, kind, tmp_path), max_batch=8).lanes.each[0]
     portions = [photos(1, 1), np.ascontiguousarray(photos(3, 2)), photos(4, 3)]  # a photo, a tensor, photos
     found, expected = lane(portions), torch_lane(graph)(portions)
     assert [len(each) for each in found] == [1, 3, 4]
@@ -82,6 +82,28 @@ def test_scores_are_those_of_torch(network, kind, tmp_path):
         assert (one.argmax(axis=1) == other.argmax(axis=1)).all()
         assert ((one > 0) == (other > 0)).all()  # the labels of a model for several
         assert (np.abs(one - other).max(axis=1) <= 1e-4 * np.abs(other).max(axis=1)).all()
+
+
+@pytest.mark.run
+def test_each_thread_is_a_lane_and_all_of_them_are_another_with_the_same_scores(small, monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    monkeypatch.setattr("falconet.infer.engines.GAIN", np.inf)  # else time decides whether all gain
+    lanes = exported_engine(small, max_batch=8).lanes
+    assert (len(lanes.each), lanes.share, lanes.least_whole) == (3, True, 1)
+    (expected,) = lanes.each[0]([photos(5)])
+    for lane in (*lanes.each, lanes.whole):
+        np.testing.assert_allclose(lane([photos(5)])[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_all_cores_together_are_used_only_where_that_is_faster():
+    lanes, whole = (print, print), max  # what they do does not matter
+    both = [[Latency(images=1, ms=one, other_ms=2.0), Latency(images=8, ms=eight, other_ms=16.0)] for one, eight in (
+        (1.0, 8.0), (2.0, 8.0), (2.0, 16.0)
+    )]  # fmt: skip
+    found = [divided(lanes, whole, each) for each in both]
+    assert [(each.whole, each.least_whole) for each in found] == [(whole, 1), (whole, 2), (None, 2)]
+    slow, fast = ([Latency(images=1, ms=9.0, other_ms=ms)] for ms in (5.0, 0.1))
+    assert [divided(lanes, whole, each).least_more for each in (slow, fast)] == [1, 20]
 
 
 @pytest.mark.run
@@ -121,8 +143,9 @@ def test_threads_are_torchs_and_do_not_spin(small, monkeypatch):
         return plain(content, options, **rest)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
     exported_engine(small, max_batch=1)
-    assert seen == [(torch.get_num_threads(), "0")]
+    assert seen == [(3, "0"), (1, "0")]  # of all threads, and of each lane
 
 
 TIMES = {  # milliseconds of one image, the largest batch -> images timed
