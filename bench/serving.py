@@ -39,7 +39,7 @@ from falconet.commands import bench_servers
 from falconet.config.commands import BenchServeOptions, ServeOptions
 from falconet.config.load import load_options, read_line
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.infer.predictor import Pixels, Predictor, Scores, open_served
+from falconet.infer.predictor import Lanes, Pixels, Predictor, Scores, open_served
 from falconet.serve import app, connections
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
@@ -65,7 +65,7 @@ def serve_nothing(args: argparse.Namespace) -> None:
     )
     policy = Policy(max_batch=args.batch, max_delay=0.0, max_queue=64 * args.batch)
     repository = Repository(sources=dict, policy=lambda _: policy)
-    repository.adopt("nothing", Opened(served, [lane, lane], decode=np.frombuffer, stamp=0, about=""))
+    repository.adopt("nothing", Opened(served, Lanes(each=(lane, lane)), decode=np.frombuffer, stamp=0, about=""))
     front = app.FrontEnd(repository, memory=Memory(1 << 34), most_body=1, seconds=60.0)
     with connections.Address(host="127.0.0.1", port=0).open() as listening:
         line = f"serving nothing at http://127.0.0.1:{listening.getsockname()[1]}: "

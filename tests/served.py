@@ -18,7 +18,7 @@ import torch
 
 from falconet.data.preprocessing import Preprocessing
 from falconet.infer.classifier import Classifier
-from falconet.infer.predictor import Predictor
+from falconet.infer.predictor import Lanes, Predictor
 from falconet.models import zoo
 from falconet.numerics.precision import REGIMES
 from falconet.serve import app, connections, grpc_access, grpc_service
@@ -124,7 +124,7 @@ class Running:
         policy = Policy(max_batch=max_batch, max_delay=max_delay, max_queue=max_queue)
         telemetry = telemetry or Telemetry(Metrics())
         self.repository = Repository(sources=sources, policy=lambda _: policy, executed=telemetry.metrics.add_batch)
-        self.repository.adopt(NAME, Opened(self.served, [lane], decode, stamp=0, about=""))
+        self.repository.adopt(NAME, Opened(self.served, Lanes(each=(lane,)), decode, stamp=0, about=""))
         self.batcher = self.repository.find().batcher
         self.memory = Memory(memory)
         limits = {"memory": self.memory, "seconds": seconds, "may_load": may_load}

@@ -31,7 +31,7 @@ from falconet.infer.conversion import (
     missing,
     read_export,
 )
-from falconet.infer.predictor import Execute, Pixels, Predictor, Scores, divide, gather
+from falconet.infer.predictor import Execute, Lanes, Pixels, Predictor, Scores, divide, gather
 from falconet.models import views
 from falconet.report.console import Say, counted
 
@@ -42,7 +42,8 @@ TOLERANCE = 1e-4  # of an image's largest score, as in `falconet export`
 TIMED, MOST_TIMED = 0.3, 50  # seconds and batches of a size, after the first
 LARGEST = 0.5  # seconds that a batch may take to be timed
 BY_HAND = "`falconet export --int8 --preprocessing` has --photos and other options, and its folder can be served"
-LANES = 1  # of a CPU: for full batches, two were within the noise of one (docs/maintaining/log.md)
+GAIN = 0.8  # of a lane's time, that all cores together must need at most to be worth their sessions
+MORE_MS = 2.0  # of computation that is worth a second thread: it needs the interpreter too, as the loop does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Latency:
 
     images: int
     ms: float
-    torch_ms: float | None = None  # the same by torch
+    other_ms: float | None = None  # the same by what it is compared with: torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +62,14 @@ class Engine:
     name: str  # with its version
     where: str  # `2 threads`, or a device
     dtype: np.dtype[Any]  # of the scores
-    lanes: tuple[Execute, ...]  # that can compute at the same time, each one batch of up to the largest size
+    lanes: Lanes  # each takes a batch of up to the largest size
     latencies: tuple[Latency, ...] = ()  # of one image, and of a batch
     accuracy: str | None = None  # of int8, in a line
 
     def lines(self) -> list[str]:
         """What is said at the start."""
         own = ", ".join(f"{each.ms:.3g} ms for {_images(each.images)}" for each in self.latencies)
-        other = " and ".join(f"{each.torch_ms:.3g}" for each in self.latencies if each.torch_ms is not None)
+        other = " and ".join(f"{each.other_ms:.3g}" for each in self.latencies if each.other_ms is not None)
         line = f"engine: {self.name}, {self.where}: {own}{f' (torch {other})' if other else ''}"
         return [line, *([self.accuracy] if self.accuracy else [])]
 
@@ -111,7 +112,7 @@ def torch_engine(classifier: Classifier, *, max_batch: int) -> Engine:
         name=f"torch {version('torch')}",
         where=torch.cuda.get_device_name(classifier.device) if cuda else _threads(),
         dtype=predictor.dtype,
-        lanes=lanes,
+        lanes=Lanes(each=lanes),
         latencies=_latencies(lanes[0], side=classifier.preprocessing.image_size, max_batch=max_batch),
     )
 
@@ -129,16 +130,46 @@ def opened_export(folder: Path, *, max_batch: int) -> tuple[Exported, Engine]:
 
 def exported_engine(found: Exported, *, max_batch: int, reference: Execute | None = None) -> Engine:
     """ONNX Runtime or OpenVINO on the CPU. `reference`: torch, to time beside; in fp32, its scores are expected."""
-    compute = open_onnx(found) if found.kind == "onnx" else open_openvino(found)
     side, exact = found.preprocessing.image_size, found.precision != "int8"
-    lanes = tuple(Lane(compute, side=side, max_batch=max_batch) for _ in range(LANES))
+
+    def lane(compute: Compute) -> Lane:
+        return Lane(compute, side=side, max_batch=max_batch)
+
+    def latencies(lane: Execute, other: Execute | None) -> tuple[Latency, ...]:
+        return _latencies(lane, side=side, max_batch=max_batch, reference=other, exact=exact)
+
+    threads = torch.get_num_threads()
+    whole = lane(open_onnx(found, threads=threads) if found.kind == "onnx" else open_openvino(found))
+    if found.kind == "onnx" and threads > 1:
+        compute = open_onnx(found, threads=1)  # of which each thread can run one batch
+        each = tuple(lane(compute) for _ in range(threads))
+        lanes = divided(each, whole, latencies(whole, each[0]))
+    else:
+        lanes = Lanes(each=(whole,))
     return Engine(
         name=f"{NAMES[found.kind]} {version(PACKAGES[found.kind])}{'' if exact else ' in int8'}",
         where=_threads(),
         dtype=np.dtype(np.float32),
         lanes=lanes,
-        latencies=_latencies(lanes[0], side=side, max_batch=max_batch, reference=reference, exact=exact),
+        latencies=latencies(whole if lanes.whole is whole and lanes.least_whole == 1 else lanes.each[0], reference),
         accuracy=found.accuracy(),
+    )
+
+
+def divided(each: tuple[Execute, ...], whole: Execute, compared: Sequence[Latency]) -> Lanes:
+    """Lanes of one core each, beside one of all cores if that gains; `compared`: the time of `whole`, and of a lane.
+
+    One core computes more images per second of its time than several that wait for each other after every layer:
+    MobileNetV3 needs 2.8 ms of one core, and 3.1 to 5.2 ms of two. So all cores are for a request that is alone.
+    """
+    gains = [latency.other_ms is not None and latency.ms < GAIN * latency.other_ms for latency in compared]
+    least_more = max(1, round(MORE_MS / (compared[0].other_ms or MORE_MS)))
+    return Lanes(
+        each=each,
+        whole=whole if any(gains) else None,
+        least_whole=1 if gains[0] else 2,
+        share=True,
+        least_more=least_more,
     )
 
 
@@ -154,13 +185,13 @@ class Lane:
         return divide(self._compute(self._rows[: gather(portions, self._rows)]), portions)
 
 
-def open_onnx(found: Exported) -> Compute:
-    """A model in ONNX Runtime, with as many threads as torch; they sleep while there is nothing to compute."""
+def open_onnx(found: Exported, *, threads: int) -> Compute:
+    """A model in ONNX Runtime; its threads sleep while there is nothing to compute."""
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as errors
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # nothing: its errors are raised too, and its warnings are about its optimisations
     (name,) = FILES["onnx"]
@@ -281,7 +312,7 @@ def _latencies(
             other, expected = _timed(reference, images)
             if exact:
                 _require_equal(scores, expected)
-        found.append(Latency(images=size, ms=ms, torch_ms=other))
+        found.append(Latency(images=size, ms=ms, other_ms=other))
     return tuple(found)
 
 

@@ -1,7 +1,8 @@
 """A predictor: pixels in, scores out, at a few fixed batch sizes."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,20 @@ from falconet.report.console import Say
 Pixels = npt.NDArray[np.uint8]  # N x 3 x S x S, in any memory order
 Scores = npt.NDArray[Any]  # N x classes; float16 if the regime computes in fp16, else float32
 Execute = Callable[[Sequence[Pixels]], list[Scores]]  # the scores of each portion; blocks its thread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """What computes batches at the same time, each one at a time."""
+
+    each: tuple[Execute, ...]
+    # All cores for one batch, where each lane has one of them; None if that gains nothing, or if a lane has all.
+    whole: Execute | None = None
+    least_whole: int = 1  # images from which it is faster than a lane
+    share: bool = False  # whether idle ones divide what waits, because each has a core of its own
+    least_more: int = 1  # images that are worth starting a lane beside a busy one
+
+
 LANES = 2  # per CUDA device: one computes a batch while the other gathers and copies the next
 
 
@@ -44,7 +59,8 @@ def gather(portions: Sequence[Pixels], rows: npt.NDArray[np.uint8]) -> int:  # r
 
 def divide(scores: Scores, portions: Sequence[Pixels]) -> list[Scores]:
     """The scores of each portion, out of those of all of them."""
-    return np.split(scores, list(accumulate(len(portion) for portion in portions[:-1])))
+    ends = accumulate(map(len, portions), initial=0)
+    return [scores[start:end] for start, end in pairwise(ends)]
 
 
 class Predictor:

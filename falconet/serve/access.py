@@ -123,7 +123,7 @@ class Access:
             route = route_of(request)
             if route in HEALTH:
                 return await handler(request)
-            self._require_host(request)
+            self._require_host(request.headers.get("Host"))
             origin = request.headers.get("Origin")
             if origin is not None:
                 self._require_origin(request, origin)
@@ -135,13 +135,18 @@ class Access:
 
         return guarded
 
-    def _require_host(self, request: web.Request) -> None:
+    def require(self, headers: Mapping[str, str]) -> None:
+        """Raise a refusal unless a request that no web page sends may be answered."""
+        self._require_host(headers.get("Host"))
+        if self.keys is not None:
+            self.keys.require(headers)
+
+    def _require_host(self, host: str | None) -> None:
         """Refuse a name that is not the server's.
 
         A web page can lead its own name to 127.0.0.1 after it was loaded (DNS rebinding). For the browser, a server
         there is then part of that page. It still sends the page's name.
         """
-        host = request.headers.get("Host")
         if self.hosts is None or host is None:  # browsers always send it
             return
         name = host_name(host)

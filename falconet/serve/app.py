@@ -13,23 +13,16 @@ from falconet.errors import UserError
 from falconet.infer.predictor import Scores
 from falconet.serve import bodies, protocol, records, site, uploads
 from falconet.serve.access import OPEN, Access, Handler
-from falconet.serve.bodies import Bytes, Memory
+from falconet.serve.bodies import Memory
 from falconet.serve.classification import classify
-from falconet.serve.connections import log_failure, refusal
+from falconet.serve.connections import Connection, log_failure, refusal
+from falconet.serve.direct import Direct, DirectConnection
 from falconet.serve.prometheus import Metrics
-from falconet.serve.protocol import Asked, Served
-from falconet.serve.refusals import (
-    ForbiddenError,
-    OverloadedError,
-    RefusedError,
-    RequestError,
-    UnauthorizedError,
-)
+from falconet.serve.protocol import AT_ONCE, Asked, Served
+from falconet.serve.refusals import ForbiddenError, RefusedError, RequestError
 from falconet.serve.repository import Model, Repository
 from falconet.serve.telemetry import Telemetry
 
-AT_ONCE = 4 << 10  # bytes of JSON, or scores to write as JSON, that do not need another thread
-_HEADERS = {OverloadedError: {"Retry-After": "1"}, UnauthorizedError: {"WWW-Authenticate": "Bearer"}}
 TOP = 5  # classes of a photo, unless the request says how many
 
 
@@ -56,11 +49,16 @@ class FrontEnd:
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
         self._decoding = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
         self.is_ready = True  # until the server is asked to stop
+        self._direct = Direct(repository, self._inferred, memory=memory, access=access, telemetry=self._telemetry)
 
     def close(self) -> None:
         """Let the threads end, after the last request."""
         self._parsing.shutdown(wait=False)
         self._decoding.shutdown(wait=False)
+
+    def connection(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> Connection:
+        """For a client that has connected."""
+        return DirectConnection(server, loop, self._direct)
 
     def application(self) -> web.Application:
         """All routes."""
@@ -143,18 +141,21 @@ class FrontEnd:
             kind = "a request of JSON alone" if header is None else f"a request with {protocol.HEADER}"
             with self._memory.reserved(bodies.announced(request, most=most, kind=kind)) as incoming:
                 await bodies.receive(incoming, request)
-                received = asyncio.get_running_loop().time()
-                asked = await self._read(incoming.bytes, header, model.served)
-                seconds = min(self._seconds, asked.seconds or self._seconds)
-                computed = await model.computed(asked.images, deadline=received + seconds)
-                answer, headers = await self._written(computed.scores, asked, model.served)
+                answer, headers = await self._inferred(model, incoming.bytes.data, header)
         return web.Response(body=answer, headers=headers)
 
-    async def _read(self, body: Bytes, header: str | None, served: Served) -> Asked:
+    async def _inferred(self, model: Model, body: memoryview, header: str | None) -> tuple[bytes, dict[str, str]]:
+        received = asyncio.get_running_loop().time()
+        asked = await self._read(body, header, model.served)
+        seconds = min(self._seconds, asked.seconds or self._seconds)
+        computed = await model.computed(asked.images, deadline=received + seconds)
+        return await self._written(computed.scores, asked, model.served)
+
+    async def _read(self, body: memoryview, header: str | None, served: Served) -> Asked:
         if len(body) <= AT_ONCE or (header is not None and len(header) < len(str(AT_ONCE))):
-            return protocol.read_request(body.data, header, served)
+            return protocol.read_request(body, header, served)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._parsing, protocol.read_request, body.data, header, served)
+        return await loop.run_in_executor(self._parsing, protocol.read_request, body, header, served)
 
     async def _written(self, scores: Scores, asked: Asked, served: Served) -> tuple[bytes, dict[str, str]]:
         if asked.binary or scores.size <= AT_ONCE:
@@ -203,7 +204,7 @@ async def _in_one_line(request: web.Request, handler: Handler) -> web.StreamResp
     except RefusedError as error:
         log_failure(error)
         records.note_refusal(error)
-        return refusal(error.status, str(error), _HEADERS.get(type(error)))
+        return refusal(error.status, str(error), error.headers)
     except UserError as error:  # a model that cannot be loaded
         records.note_refusal(error)
         return refusal(400, str(error))

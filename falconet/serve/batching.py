@@ -1,16 +1,17 @@
 """Dynamic batching: requests that arrive together are computed together, from a queue of limited length."""
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from falconet.infer.predictor import Execute, Pixels, Scores
+from falconet.infer.predictor import Execute, Lanes, Pixels, Scores
 from falconet.report.console import are
-from falconet.serve.refusals import ComputingError, LateError, OverloadedError
+from falconet.serve.refusals import ComputingError, LateError, OverloadedError, RefusedError
 
 Executed = Callable[[int, float], None]  # is told of each batch: its images, and the seconds that it took
 
@@ -65,52 +66,90 @@ class Computed(NamedTuple):
     computed: float  # seconds that the batch took
 
 
-@dataclass(eq=False)
-class _Waiting:
+Done = Callable[[Computed | RefusedError], None]  # is told the outcome of a request, in the event loop
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """A request in the queue or in a batch."""
+
     images: Pixels
     since: float  # time of the event loop
-    computed: "asyncio.Future[Computed]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    done: Done | None  # None: it has an outcome, or needs none any more
+    alarm: asyncio.TimerHandle | None = None  # at its deadline
+
+    def settle(self) -> None:
+        """Take no further outcome."""
+        self.done = None
+        if self.alarm is not None:
+            self.alarm.cancel()
 
 
 class Batcher:
     """Gathers waiting requests into batches for the lanes; belongs to one event loop."""
 
-    def __init__(self, lanes: Sequence[Execute], policy: Policy, executed: Executed = lambda *_: None) -> None:
+    def __init__(self, lanes: Lanes, policy: Policy, executed: Executed = lambda *_: None) -> None:
         self._executed = executed
+        self._lanes = lanes
         self.counts, self.spent = Counts(), Spent()
         self.policy = policy
-        self._idle = list(lanes)
-        self._threads = ThreadPoolExecutor(len(lanes), thread_name_prefix="lane")
-        self._queue: deque[_Waiting] = deque()
+        self._idle = list(lanes.each)
+        self._has_all = False  # whether a batch is computed by all cores
+        self._threads = ThreadPoolExecutor(len(lanes.each), thread_name_prefix="lane")
+        self._queue: deque[Waiting] = deque()
+        self._started: dict[int, float] = {}  # batches that are being computed: when they were started
         self.waiting = 0  # images in the queue
         self._alarm: asyncio.TimerHandle | None = None
 
     async def submit(self, images: Pixels, *, deadline: float | None = None) -> Computed:
+        """As `enqueue`, for a task; if that is cancelled, the request is dropped."""
+        answered: asyncio.Future[Computed] = asyncio.get_running_loop().create_future()
+
+        def done(outcome: Computed | RefusedError) -> None:
+            if answered.done():  # cancelled; the task has not seen it yet
+                return
+            if isinstance(outcome, RefusedError):
+                answered.set_exception(outcome)
+            else:
+                answered.set_result(outcome)
+
+        waiting = self.enqueue(images, done, deadline=deadline)
+        try:
+            return await answered
+        finally:
+            self.drop(waiting)
+
+    def enqueue(self, images: Pixels, done: Done, *, deadline: float | None = None) -> Waiting:
         """Compute the scores of 1 to `max_batch` images; raise OverloadedError at once if the queue is full.
 
-        `deadline`: a time of the loop's clock, after which the request leaves the queue with LateError.
+        `deadline`: a time of the loop's clock, after which the request leaves the queue, and its outcome is LateError.
         """
         assert 0 < len(images) <= self.policy.max_batch
         if self.waiting + len(images) > self.policy.max_queue:
             self.counts.refused += 1
             raise OverloadedError(f"{are(self.waiting, 'image')} waiting; try again later")
-        waiting = _Waiting(images, asyncio.get_running_loop().time())
+        loop = asyncio.get_running_loop()
+        waiting = Waiting(images, loop.time(), done)
+        if deadline is not None:
+            waiting.alarm = loop.call_at(deadline, self._late, waiting)
         self._queue.append(waiting)
         self.waiting += len(images)
         self._start_batches()
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await waiting.computed
-        except TimeoutError:
-            self.counts.late += 1
-            waited = asyncio.get_running_loop().time() - waiting.since
-            self.spent.failed += waited
-            raise LateError(f"not computed within {waited:.3g} s, the time that the request had") from None
-        finally:
-            if waiting in self._queue:  # late, or cancelled because its client disconnected
-                self._queue.remove(waiting)
-                self.waiting -= len(images)
-                self.counts.dropped += 1
+        return waiting
+
+    def drop(self, waiting: Waiting) -> None:
+        """Forget a request, unless it has an outcome: its client has gone."""
+        if waiting.done is None:
+            return
+        waiting.settle()
+        if waiting in self._queue:  # else it is counted when its batch ends
+            self._queue.remove(waiting)
+            self.waiting -= len(waiting.images)
+            self.counts.dropped += 1
+
+    def longest(self) -> float:
+        """Seconds since the oldest batch in progress was started; 0 if there is none."""
+        return asyncio.get_running_loop().time() - min(self._started.values()) if self._started else 0.0
 
     def close(self, *, wait: bool = True) -> None:
         """Let the threads end, after the batches that they compute."""
@@ -118,27 +157,50 @@ class Batcher:
             self._alarm.cancel()
         self._threads.shutdown(wait=wait)
 
+    def _late(self, waiting: Waiting) -> None:
+        done, waited = waiting.done, asyncio.get_running_loop().time() - waiting.since
+        assert done is not None
+        self.drop(waiting)
+        self.counts.late += 1
+        self.spent.failed += waited
+        done(LateError(f"not computed within {waited:.3g} s, the time that the request had"))
+
     def _start_batches(self) -> None:
         """Start batches on idle lanes, or set an alarm for when the next one is due."""
-        while self._idle and self._queue:
-            batch = self._first_batch()
-            full = len(batch) < len(self._queue) or _size(batch) == self.policy.max_batch
-            due = batch[0].since + self.policy.max_delay
+        while self._queue and (free := self._free()) is not None:
+            together = self._first(self.policy.max_batch)
+            full = len(together) < len(self._queue) or _size(together) == self.policy.max_batch
+            due = together[0].since + self.policy.max_delay
             if not full and asyncio.get_running_loop().time() < due:
                 self._wake_at(due)
                 return
+            lane, most = free
+            batch = self._first(most)
             for _ in batch:
                 self._queue.popleft()
             self.waiting -= _size(batch)
-            self._execute(self._idle.pop(), batch)
+            self._execute(lane, batch)
 
-    def _first_batch(self) -> list[_Waiting]:
-        """The requests that have waited longest and fit together; a request is never split."""
-        batch: list[_Waiting] = []
+    def _free(self) -> tuple[Execute, int] | None:
+        """The lane that may compute the first of the queue now, and how many images it should take."""
+        lanes, number = self._lanes, len(self._lanes.each)
+        if self._has_all:
+            return None
+        is_alone = len(self._idle) == number and len(self._queue) <= max(1, number // 2)
+        if lanes.whole is not None and is_alone and self.waiting >= lanes.least_whole:
+            return lanes.whole, self.policy.max_batch
+        if not self._idle or (len(self._idle) < number and self.waiting < lanes.least_more):
+            return None
+        most = max(-(-self.waiting // len(self._idle)), lanes.least_more) if lanes.share else self.policy.max_batch
+        return self._idle[-1], min(most, self.policy.max_batch)
+
+    def _first(self, most: int) -> list[Waiting]:
+        """The requests that have waited longest, of up to so many images; a request is never split."""
+        batch: list[Waiting] = []
         size = 0
         for waiting in self._queue:
             size += len(waiting.images)
-            if size > self.policy.max_batch:
+            if size > most and batch:
                 break
             batch.append(waiting)
         return batch
@@ -148,41 +210,69 @@ class Batcher:
             self._alarm.cancel()
         self._alarm = asyncio.get_running_loop().call_at(when, self._start_batches)
 
-    def _execute(self, lane: Execute, batch: list[_Waiting]) -> None:
+    def _execute(self, lane: Execute, batch: list[Waiting]) -> None:
         self.counts.executions += 1
-        started = asyncio.get_running_loop().time()
-        running = asyncio.get_running_loop().run_in_executor(self._threads, _timed, lane, batch)
+        if lane is self._lanes.whole:
+            self._has_all = True
+        else:
+            self._idle.remove(lane)
+        loop = asyncio.get_running_loop()
+        started = self._started[id(batch)] = loop.time()
 
-        def answer(done: "asyncio.Future[tuple[list[Scores], float]]") -> None:
+        def computed(done: "Future[_Timed]") -> None:  # in the lane's thread: the loop is woken once for a batch
+            with contextlib.suppress(RuntimeError):  # it has ended
+                loop.call_soon_threadsafe(self._ended, lane, batch, started, done)
+
+        self._threads.submit(_timed, lane, batch).add_done_callback(computed)
+
+    def _ended(self, lane: Execute, batch: Sequence[Waiting], started: float, done: "Future[_Timed]") -> None:
+        """Let the lane go on first, and then answer."""
+        error = done.exception()
+        del self._started[id(batch)]
+        self.counts.failed_in_a_row = self.counts.failed_in_a_row + 1 if error else 0
+        if lane is self._lanes.whole:
+            self._has_all = False
+        else:
             self._idle.append(lane)
-            error = done.exception()
-            self.counts.failed_in_a_row = self.counts.failed_in_a_row + 1 if error else 0
-            if error is None:
-                self._executed(_size(batch), done.result()[1])
-            for number, waiting in enumerate(batch):
-                if waiting.computed.done():  # late, or its client disconnected meanwhile
-                    self.counts.dropped += 1
-                elif error is not None:
-                    self.counts.failed += 1
-                    self.spent.failed += asyncio.get_running_loop().time() - waiting.since
-                    waiting.computed.set_exception(_failure(error))
-                else:
-                    self.counts.requests += 1
-                    self.counts.images += len(waiting.images)
-                    scores, seconds = done.result()
-                    self.spent.queued += started - waiting.since
-                    self.spent.computed += seconds
-                    waiting.computed.set_result(Computed(scores[number], started - waiting.since, seconds))
-            if error is None:
-                same = self.spent.by_size[_size(batch)]
-                same.count, same.seconds = same.count + 1, same.seconds + done.result()[1]
-                self.spent.last = time.time()
-            self._start_batches()
+        self._start_batches()
+        if error is None:
+            self._answer(batch, started, *done.result())
+        else:
+            self._fail(batch, error)
 
-        running.add_done_callback(answer)
+    def _answer(self, batch: Sequence[Waiting], started: float, scores: Sequence[Scores], seconds: float) -> None:
+        size = _size(batch)
+        self._executed(size, seconds)
+        same = self.spent.by_size[size]
+        same.count, same.seconds = same.count + 1, same.seconds + seconds
+        self.spent.last = time.time()
+        for waiting, found in zip(batch, scores, strict=True):
+            if (answer := waiting.done) is None:  # late, or its client disconnected meanwhile
+                self.counts.dropped += 1
+                continue
+            waiting.settle()
+            queued = started - waiting.since
+            self.counts.requests += 1
+            self.counts.images += len(waiting.images)
+            self.spent.queued += queued
+            self.spent.computed += seconds
+            answer(Computed(found, queued, seconds))
+
+    def _fail(self, batch: Sequence[Waiting], error: BaseException) -> None:
+        for waiting in batch:
+            if (answer := waiting.done) is None:
+                self.counts.dropped += 1
+                continue
+            waiting.settle()
+            self.counts.failed += 1
+            self.spent.failed += asyncio.get_running_loop().time() - waiting.since
+            answer(_failure(error))
 
 
-def _timed(lane: Execute, batch: Sequence[_Waiting]) -> tuple[list[Scores], float]:
+_Timed = tuple[list[Scores], float]
+
+
+def _timed(lane: Execute, batch: Sequence[Waiting]) -> _Timed:
     """The scores of each request, and the seconds that they took."""
     started = time.perf_counter()
     scores = lane([waiting.images for waiting in batch])
@@ -195,5 +285,5 @@ def _failure(error: BaseException) -> ComputingError:
     return failure
 
 
-def _size(batch: Sequence[_Waiting]) -> int:
+def _size(batch: Sequence[Waiting]) -> int:
     return sum(len(waiting.images) for waiting in batch)

@@ -8,7 +8,7 @@ import signal
 import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +31,7 @@ LOOKS = 10  # turns of the loop in which everything that was sent before a reque
 AT_ONCE = struct.pack("ii", True, 0)  # seconds to linger
 READ_AHEAD = 1 << 20  # bytes buffered per connection
 LONGEST = 200  # characters of an error
+INTERNAL = "internal error, which the server has logged"
 Drain = Callable[[], Coroutine[None, None, int]]  # finishes requests in progress; returns how many were cut
 LOG = logging.getLogger("falconet.serve")  # failures of the server; bad requests are answered, not logged
 
@@ -64,10 +65,12 @@ class Answering(Protocol):
 
     def application(self) -> web.Application: ...
 
+    def connection(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> "Connection": ...
+
     def close(self) -> None: ...
 
 
-def refusal(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:
+def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> web.Response:
     """An error as the protocol has it: JSON with one printable line."""
     return web.json_response({"error": printable(reason)}, status=status, headers=headers)
 
@@ -143,7 +146,7 @@ class Connection(web.RequestHandler):
             raise exc
         if status >= 500:
             LOG.error("%s", printable(f"{request.method} {request.path[:LONGEST]}"), exc_info=exc)
-            message = "internal error, which the server has logged"
+            message = INTERNAL
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has been started")
         if isinstance(exc, LineTooLong):
@@ -233,7 +236,7 @@ async def answering(
     encryption = _encryption(tls)
 
     def take(connection: socket.socket) -> None:
-        opening = loop.connect_accepted_socket(lambda: Connection(server, loop), connection, **encryption)
+        opening = loop.connect_accepted_socket(lambda: front.connection(server, loop), connection, **encryption)
         task = loop.create_task(opening)
         connecting.add(task)
         task.add_done_callback(opened)

@@ -1,10 +1,13 @@
 """Why a request is not answered: one line, with the status that HTTP has for it."""
 
+from collections.abc import Mapping
+
 
 class RefusedError(Exception):
     """A request that is not answered; the text is one line for its client."""
 
     status = 500
+    headers: Mapping[str, str] = {}  # that its answer has over HTTP
 
 
 class RequestError(RefusedError):
@@ -17,6 +20,7 @@ class UnauthorizedError(RefusedError):
     """The request has no key that the server knows."""
 
     status = 401
+    headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
 
 
 class ForbiddenError(RefusedError):
@@ -41,6 +45,7 @@ class OverloadedError(RefusedError):
     """Too much waits already; the client should try again later."""
 
     status = 429
+    headers: Mapping[str, str] = {"Retry-After": "1"}
 
 
 class ComputingError(RefusedError):

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from falconet.errors import SHORTAGES, DeviceError, UserError, did_you_mean, memory_shortage
-from falconet.infer.predictor import Execute, Pixels
+from falconet.errors import SHORTAGES, ConfigError, DeviceError, UserError, did_you_mean, memory_shortage
+from falconet.infer.predictor import Lanes, Pixels
 from falconet.report.console import Say
 from falconet.serve import protocol, records
 from falconet.serve.batching import Batcher, Computed, Counts, Executed, Policy
@@ -22,6 +22,7 @@ from falconet.serve.refusals import RequestError, UnavailableError, UnknownModel
 Decode = Callable[[memoryview], npt.NDArray[np.uint8]]  # an encoded photo -> S x S x 3; UnreadableImageError
 State = Literal["READY", "UNAVAILABLE"]
 SHOWN = 80  # characters of a client's name in an error
+HUNG_SECONDS = 120.0  # of one batch, after which a model is not ready: a device may never return
 MOST_FAILED = 3  # failed batches in a row after which a model is not ready: a broken device fails on all
 
 
@@ -29,7 +30,7 @@ class Opened(NamedTuple):
     """One version of a model, ready to compute."""
 
     served: Served
-    lanes: list[Execute]
+    lanes: Lanes
     decode: Decode
     stamp: object  # of the weights; others are newer
     about: str  # what it takes and computes with, in words
@@ -66,7 +67,7 @@ class Model:
     @property
     def works(self) -> bool:
         """Whether it has computed lately what it was given."""
-        return self.batcher.counts.failed_in_a_row < MOST_FAILED
+        return self.batcher.counts.failed_in_a_row < MOST_FAILED and self.batcher.longest() < HUNG_SECONDS
 
     @contextlib.contextmanager
     def used(self) -> Iterator["Model"]:
@@ -131,7 +132,7 @@ class Repository:
         """The model of this name; without a name, the preferred one, or the only one."""
         found = self._models.get(name) if name else self._unnamed()
         if found is None:
-            if name in self.sources():
+            if name in self._known():
                 raise UnavailableError(f"{name} is not loaded{self._because(name)}")
             known = f"this server has {', '.join(map(repr, self._models)) or 'none'}{_meant(name, self._models)}"
             raise UnknownModelError(f"there is no model '{name[:SHOWN]}'; {known}")
@@ -154,13 +155,20 @@ class Repository:
     def _because(self, name: str) -> str:
         return f": {self._reasons[name]}" if name in self._reasons else ""
 
+    def _known(self) -> Mapping[str, Source]:
+        """What `sources` knows; that its folder is gone is no fault of the request that finds it out."""
+        try:
+            return self.sources()
+        except ConfigError as error:
+            raise UnavailableError(str(error)) from error
+
     def index(self) -> list[Listed]:
         """All models that the server knows, loaded or not."""
         rows = [
             Listed(name, model.served.version, "READY", self._reasons.get(name, ""))
             for name, model in self._models.items()
         ]
-        others = sorted(self.sources().keys() - self._models.keys())
+        others = sorted(self._known().keys() - self._models.keys())
         return [*rows, *(Listed(name, "", "UNAVAILABLE", self._reasons.get(name, "unloaded")) for name in others)]
 
     async def load(self, name: str) -> Model:
@@ -176,9 +184,10 @@ class Repository:
 
     async def _loaded(self, name: str) -> Model:
         async with self._opening:
-            source = self.sources().get(name)
+            known = self._known()
+            source = known.get(name)
             if source is None:
-                raise UnknownModelError(f"there is no model '{name[:SHOWN]}'{_meant(name, self.sources())}")
+                raise UnknownModelError(f"there is no model '{name[:SHOWN]}'{_meant(name, known)}")
             try:
                 opened = await asyncio.get_running_loop().run_in_executor(self._opener, _open, source)
             except UserError as error:

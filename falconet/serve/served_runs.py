@@ -17,7 +17,7 @@ from falconet.errors import CheckpointError, ConfigError
 from falconet.infer.classifier import Classifier
 from falconet.infer.conversion import RECORD
 from falconet.infer.engines import Engine, open_engine, opened_export
-from falconet.infer.predictor import Execute, open_served
+from falconet.infer.predictor import open_served
 from falconet.parallel import world
 from falconet.report.console import Say, counted
 from falconet.serve.protocol import Served
@@ -79,9 +79,8 @@ class ServedRuns:
         pixels = (
             f"{counted(len(served.class_names), 'class')}, {side} x {side} pixels, up to {served.max_batch} at once"
         )
-        lanes: list[Execute] = list(engine.lanes)
         return Opened(
-            served, lanes, lambda photo: self._photos.decode(photo, preprocessing), stamp, f"{pixels}, {about}"
+            served, engine.lanes, lambda photo: self._photos.decode(photo, preprocessing), stamp, f"{pixels}, {about}"
         )
 
     def _opened_classifier(self, name: str, line: Sequence[Setting]) -> tuple[Served, Engine, str]:

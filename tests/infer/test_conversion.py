@@ -68,7 +68,7 @@ def server(made, tmp_path, monkeypatch):
 
 def scores(engine, side=8):
     pixels = np.random.default_rng(0).integers(0, 256, (3, 3, side, side), np.uint8)
-    return engine.lanes[0]([pixels])[0]
+    return engine.lanes.each[0]([pixels])[0]
 
 
 def test_the_first_start_converts_and_says_so(made):

@@ -18,8 +18,8 @@ from falconet.export.formats import FORMATS
 from falconet.infer import conversion, engines
 from falconet.infer.classifier import Classifier
 from falconet.infer.conversion import ConversionError, Exported
-from falconet.infer.engines import Engine, Latency, exported_engine, open_engine
-from falconet.infer.predictor import Predictor, open_served
+from falconet.infer.engines import Engine, Latency, divided, exported_engine, open_engine
+from falconet.infer.predictor import Lanes, Predictor, open_served
 from falconet.numerics.precision import REGIMES
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ NETWORKS = {
 def test_scores_are_those_of_torch(network, kind, tmp_path):
     name, options = NETWORKS[network]
     graph = graph_of(name, takes_pixels=True, **options)
-    (lane,) = exported_engine(written(graph, kind, tmp_path), max_batch=8).lanes
+    lane = exported_engine(written(graph, kind, tmp_path), max_batch=8).lanes.each[0]
     portions = [photos(1, 1), np.ascontiguousarray(photos(3, 2)), photos(4, 3)]  # a photo, a tensor, photos
     found, expected = lane(portions), torch_lane(graph)(portions)
     assert [len(each) for each in found] == [1, 3, 4]
@@ -85,9 +85,31 @@ def test_scores_are_those_of_torch(network, kind, tmp_path):
 
 
 @pytest.mark.run
+def test_each_thread_is_a_lane_and_all_of_them_are_another_with_the_same_scores(small, monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    monkeypatch.setattr("falconet.infer.engines.GAIN", np.inf)  # else time decides whether all gain
+    lanes = exported_engine(small, max_batch=8).lanes
+    assert (len(lanes.each), lanes.share, lanes.least_whole) == (3, True, 1)
+    (expected,) = lanes.each[0]([photos(5)])
+    for lane in (*lanes.each, lanes.whole):
+        np.testing.assert_allclose(lane([photos(5)])[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_all_cores_together_are_used_only_where_that_is_faster():
+    lanes, whole = (print, print), max  # what they do does not matter
+    both = [[Latency(images=1, ms=one, other_ms=2.0), Latency(images=8, ms=eight, other_ms=16.0)] for one, eight in (
+        (1.0, 8.0), (2.0, 8.0), (2.0, 16.0)
+    )]  # fmt: skip
+    found = [divided(lanes, whole, each) for each in both]
+    assert [(each.whole, each.least_whole) for each in found] == [(whole, 1), (whole, 2), (None, 2)]
+    slow, fast = ([Latency(images=1, ms=9.0, other_ms=ms)] for ms in (5.0, 0.1))
+    assert [divided(lanes, whole, each).least_more for each in (slow, fast)] == [1, 20]
+
+
+@pytest.mark.run
 def test_scores_are_not_overwritten_by_the_next_batch(tmp_path):
     """OpenVINO writes them to memory that it uses again."""
-    (lane,) = exported_engine(written(graph_of(takes_pixels=True), "openvino", tmp_path), max_batch=4).lanes
+    (lane,) = exported_engine(written(graph_of(takes_pixels=True), "openvino", tmp_path), max_batch=4).lanes.each
     (first,) = lane([photos(3, seed=1)])
     before = first.copy()
     lane([photos(3, seed=2)])
@@ -109,7 +131,7 @@ def test_an_engine_with_other_scores_is_refused(small):
         exported_engine(found, max_batch=4, reference=torch_lane(other))
     rough = exported_engine(replace(found, precision="int8"), max_batch=4, reference=torch_lane(other))
     assert rough.name.endswith(" in int8")
-    assert all(each.torch_ms for each in rough.latencies)
+    assert all(each.other_ms for each in rough.latencies)
 
 
 @pytest.mark.run
@@ -121,8 +143,9 @@ def test_threads_are_torchs_and_do_not_spin(small, monkeypatch):
         return plain(content, options, **rest)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
     exported_engine(small, max_batch=1)
-    assert seen == [(torch.get_num_threads(), "0")]
+    assert seen == [(3, "0"), (1, "0")]  # of all threads, and of each lane
 
 
 TIMES = {  # milliseconds of one image, the largest batch -> images timed
@@ -141,8 +164,10 @@ def test_no_batch_is_timed_that_takes_long(ms, most):
 
 
 def test_the_first_line_has_the_latencies_and_torchs():
-    both = (Latency(images=1, ms=12.34, torch_ms=18.91), Latency(images=16, ms=142.4, torch_ms=160.2))
-    engine = Engine(name="ONNX Runtime 1.31.1", where="2 threads", dtype=np.dtype("float32"), lanes=(), latencies=both)
+    both = (Latency(images=1, ms=12.34, other_ms=18.91), Latency(images=16, ms=142.4, other_ms=160.2))
+    engine = Engine(
+        name="ONNX Runtime 1.31.1", where="2 threads", dtype=np.dtype("float32"), lanes=Lanes(each=()), latencies=both
+    )
     line = "engine: ONNX Runtime 1.31.1, 2 threads: 12.3 ms for one image, 142 ms for 16 (torch 18.9 and 160)"
     assert engine.lines() == [line]
     alone = replace(engine, latencies=(Latency(images=1, ms=812.0),), accuracy="int8: as it was")
@@ -200,7 +225,7 @@ def test_torch_computes_where_onnx_runtime_cannot(option):
     engine, notes = engine_of(f"{SMALL} {option}")
     assert engine.name == f"torch {torch.__version__}".partition("+")[0]
     assert notes == [f"note: torch computes, because ONNX Runtime {REASONS[option]}", *engine.lines()]
-    (answer,) = engine.lanes[0]([photos(3, side=8)])
+    (answer,) = engine.lanes.each[0]([photos(3, side=8)])
     assert answer.shape == (3, 5)
     for asked in ("--engine onnxruntime", "--engine openvino", "--int8"):
         with pytest.raises(ConversionError) as error:
@@ -225,7 +250,7 @@ def test_a_server_on_cuda_computes_with_torch(monkeypatch):
     monkeypatch.setattr(
         engines,
         "torch_engine",
-        lambda classifier, **_: Engine(name="torch", where="", dtype=np.dtype("float16"), lanes=()),
+        lambda classifier, **_: Engine(name="torch", where="", dtype=np.dtype("float16"), lanes=Lanes(each=())),
     )
     on_cuda = lambda classifier: replace(classifier, device=torch.device("cuda", 0))  # noqa: E731
     assert engine_of(SMALL, change=on_cuda)[0].name == "torch"
@@ -298,7 +323,7 @@ def test_an_export_folder_is_served_without_the_run(exported):
     assert (found.model, found.class_names, found.activation) == ("resnet8-cifar", NAMES, "sigmoid")
     assert found.preprocessing == PREPROCESSING
     expected = torch_lane(graph_of(takes_pixels=True))([photos(4)])
-    np.testing.assert_allclose(engine.lanes[0]([photos(4)])[0], expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(engine.lanes.each[0]([photos(4)])[0], expected[0], rtol=1e-4, atol=1e-5)
     assert engine.lines()[0].startswith(f"engine: ONNX Runtime {onnxruntime.__version__}, ")
     assert "torch" not in engine.lines()[0]
 

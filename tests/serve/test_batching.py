@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from falconet.infer.predictor import Lanes
 from falconet.serve.batching import Batcher, Policy
 from falconet.serve.refusals import LateError, OverloadedError
 from served import pixels
@@ -33,7 +34,7 @@ def in_loop(scenario, lanes, **policy):
     rules = Policy(**{"max_batch": 8, "max_delay": 0.02, "max_queue": 1000} | policy)
 
     async def whole():
-        batcher = Batcher(lanes, rules)
+        batcher = Batcher(Lanes(each=tuple(lanes)), rules)
         try:
             return await asyncio.wait_for(scenario(batcher), LIMIT)
         finally:
@@ -123,6 +124,63 @@ def test_two_lanes_run_at_the_same_time():
         await asyncio.gather(*tasks)
 
     in_loop(scenario, lanes)
+
+
+def test_a_request_that_is_alone_gets_all_cores_and_idle_lanes_divide_what_waits_meanwhile():
+    each, whole = (Lane(held=True), Lane(held=True)), Lane(held=True)
+
+    async def scenario(_):
+        batcher = Batcher(Lanes(each=each, whole=whole, share=True), Policy(max_batch=8, max_delay=0.0, max_queue=99))
+        tasks = [asyncio.create_task(batcher.submit(pixels(1))) for _ in range(6)]
+        await queued(batcher, 5)
+        assert not any(lane.batches for lane in each)  # it has all cores
+        whole.go.set()
+        while not all(lane.batches for lane in each):
+            await asyncio.sleep(0.001)
+        tasks.append(asyncio.create_task(batcher.submit(pixels(1))))
+        for lane in each:
+            lane.go.set()
+        await asyncio.gather(*tasks)
+        batcher.close()
+
+    in_loop(scenario, [Lane()])
+    assert whole.batches[0] == [1]
+    assert sorted(lane.batches[0] for lane in each) == [[1, 1], [1, 1, 1]]
+
+
+def test_few_images_of_a_small_network_wait_for_a_busy_lane():
+    each = (Lane(held=True), Lane(held=True))
+
+    async def scenario(_):
+        rules = Policy(max_batch=8, max_delay=0.0, max_queue=99)
+        batcher = Batcher(Lanes(each=each, share=True, least_more=3), rules)
+        tasks = [asyncio.create_task(batcher.submit(pixels(1))) for _ in range(3)]
+        await queued(batcher, 2)
+        assert sum(len(lane.batches) for lane in each) == 1
+        tasks.append(asyncio.create_task(batcher.submit(pixels(1))))
+        while not all(lane.batches for lane in each):
+            await asyncio.sleep(0.001)
+        for lane in each:
+            lane.go.set()
+        await asyncio.gather(*tasks)
+        batcher.close()
+
+    in_loop(scenario, [Lane()])
+    assert sorted(lane.batches[0] for lane in each) == [[1], [1, 1, 1]]
+
+
+def test_a_batch_in_progress_has_an_age_and_none_is_0():
+    lane = Lane(held=True)
+
+    async def scenario(batcher):
+        working = asyncio.create_task(batcher.submit(pixels(8)))
+        while batcher.longest() < 0.01:
+            await asyncio.sleep(0.001)
+        lane.go.set()
+        await working
+        return batcher.longest()
+
+    assert in_loop(scenario, [lane]) == 0
 
 
 def test_a_full_queue_refuses_requests_and_recovers():

@@ -26,7 +26,7 @@ from tritonclient.utils import InferenceServerException
 
 import falconet
 from falconet.errors import CheckpointError
-from falconet.infer.predictor import Predictor
+from falconet.infer.predictor import Lanes, Predictor
 from falconet.serve import bodies, grpc_service
 from falconet.serve.repository import Opened, Source
 from grpc_requests import REQUESTS, request
@@ -175,7 +175,11 @@ def test_statistics_add_up():
 
 def opened(name):
     return Opened(
-        replace(about(), name=name), Predictor(small_classifier(), max_batch=8).lanes(), decoded, stamp=0, about=""
+        replace(about(), name=name),
+        Lanes(each=tuple(Predictor(small_classifier(), max_batch=8).lanes())),
+        decoded,
+        stamp=0,
+        about="",
     )
 
 

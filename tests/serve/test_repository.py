@@ -9,7 +9,8 @@ import threading
 import numpy as np
 import pytest
 
-from falconet.errors import CheckpointError, DeviceError
+from falconet.errors import CheckpointError, ConfigError, DeviceError
+from falconet.infer.predictor import Lanes
 from falconet.serve import app, connections
 from falconet.serve import repository as repositories
 from falconet.serve.batching import Policy
@@ -38,7 +39,7 @@ class Weights:
             return [np.full((len(portion), 5), version, np.float32) for portion in portions]
 
         served = about(max_batch=8, name=self.name, version=str(version))
-        return Opened(served, [lane], decoded, stamp=version, about="")
+        return Opened(served, Lanes(each=(lane,)), decoded, stamp=version, about="")
 
     @property
     def source(self):
@@ -320,3 +321,14 @@ def test_no_request_is_lost_while_models_are_swapped():
     assert birds.opened == 11
     assert wrong == []
     until(lambda: not [each for each in threading.enumerate() if each.name.startswith("lane")])
+
+
+def test_a_folder_of_models_that_is_gone_is_the_servers_fault():
+    def gone():
+        raise ConfigError("--repository: runs: No such file or directory; expected a folder of runs")
+
+    repository = Repository(sources=gone, policy=lambda _: None)
+    for ask in (repository.index, lambda: repository.find("birds")):
+        with pytest.raises(UnavailableError, match=r"^--repository: runs: No such file") as refused:
+            ask()
+        assert refused.value.status == 503
