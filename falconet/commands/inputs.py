@@ -1,7 +1,6 @@
 """What a command reads must exist: checked on the loaded options, before torch is imported."""
 
 import importlib.util
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ EXPORT_PACKAGES = {
     **dict.fromkeys(("onnx", "triton"), ("onnx", "onnxscript", "onnxruntime")),
     "openvino": ("openvino",),
 }
-DASHBOARDS = ("tensorboard", "wandb", "mlflow", "aim")  # an option, a package and an extra each
+TRACKERS = ("tensorboard", "wandb", "mlflow", "aim")  # an option, a package and an extra each
 SET_BY_SEARCH = ("run-dir", "resume", "temporary", "name-suffix", "plan")
 FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.AverageOptions)
 PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -91,7 +90,7 @@ def _load_search(command: type[Options], line: Sequence[Setting]) -> Loaded[Opti
 
 def require_package(name: str, *, extra: str) -> None:
     try:
-        is_there = sys.modules[name] is not None if name in sys.modules else importlib.util.find_spec(name) is not None
+        is_there = importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # a package that should contain it
         is_there = False
     if not is_there:
@@ -144,8 +143,8 @@ def check(options: Any) -> None:
 
 
 def _check_logged(options: commands.TrainOptions) -> None:
-    """The packages of dashboards and plots."""
-    for package in DASHBOARDS:
+    """The packages of trackers and plots."""
+    for package in TRACKERS:
         if getattr(options.logging, package):
             with named_option(package):
                 require_package(package, extra=package)

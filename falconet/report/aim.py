@@ -9,12 +9,12 @@ from PIL import Image
 
 from falconet.errors import ConfigError
 from falconet.report import drawings
-from falconet.report.dashboards import Confusion, Dashboard, Picture
 from falconet.report.histograms import Histogram
 from falconet.report.sinks import Metrics
+from falconet.report.trackers import Confusion, Picture, Tracker
 
 
-class Aim(Dashboard):
+class Aim(Tracker):
     """A run where Aim itself would keep it: the nearest .aim above the current folder, else one in it."""
 
     def __init__(self, folder: Path, *, options: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Pictures for dashboards that show one image at a time: a sheet of captioned photos, and a confusion matrix."""
+"""Pictures for trackers that show one image at a time: a sheet of captioned photos, and a confusion matrix."""
 
 import io
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from falconet.report.dashboards import Confusion, Picture
+from falconet.report.trackers import Confusion, Picture
 
 Pixels = npt.NDArray[np.uint8]  # H x W x 3
 

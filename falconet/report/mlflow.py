@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from falconet.errors import ConfigError
-from falconet.report.dashboards import Dashboard
 from falconet.report.sinks import Metrics
+from falconet.report.trackers import Tracker
 
 EXPERIMENT = "falconet"
 FOLDER, MARK = "falconet.run_folder", "falconet.run"  # tags by which a continued run finds its own
@@ -21,7 +21,7 @@ QUIETLY = {
 }
 
 
-class MLflow(Dashboard):
+class MLflow(Tracker):
     """A run where MLflow itself would keep it: MLFLOW_TRACKING_URI, else mlflow.db in the current folder."""
 
     def __init__(

@@ -17,14 +17,14 @@ from falconet import writing
 from falconet.errors import ConfigError
 from falconet.report import drawings
 from falconet.report.console import Say
-from falconet.report.dashboards import Confusion, Dashboard, Picture, in_words
 from falconet.report.histograms import Histogram
 from falconet.report.sinks import Metrics
+from falconet.report.trackers import Confusion, Picture, Tracker, in_words
 
 Option = int | float | str | bool
 
 
-class TensorBoard(Dashboard):
+class TensorBoard(Tracker):
     """An event file.
 
     Not by torch's SummaryWriter: it writes in a thread of its own, which prints a traceback when the disk is full.

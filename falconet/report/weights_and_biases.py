@@ -10,14 +10,14 @@ from PIL import Image
 from falconet import writing
 from falconet.errors import ConfigError
 from falconet.report import drawings
-from falconet.report.dashboards import Confusion, Dashboard, Picture
 from falconet.report.histograms import Histogram
 from falconet.report.sinks import Metrics
+from falconet.report.trackers import Confusion, Picture, Tracker
 
 CHARTED = 100  # classes whose confusion matrix is a chart: its table has a row for each pair, at most 10,000
 
 
-class WeightsAndBiases(Dashboard):
+class WeightsAndBiases(Tracker):
     """A run of its server, or, without a key or a connection, a folder that `wandb sync` uploads."""
 
     def __init__(

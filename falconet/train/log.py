@@ -15,13 +15,13 @@ from falconet.config import commands, rules
 from falconet.config.fields import options_of, value_of
 from falconet.parallel.world import World
 from falconet.report.console import Screen, counted
-from falconet.report.dashboards import Dashboard
 from falconet.report.epochs import ACCURACY, Metric
 from falconet.report.histograms import count_histograms, no_histograms, read_histograms
 from falconet.report.mlperf import Submission, tensor_name
 from falconet.report.sinks import Sink
 from falconet.report.styles import Facts, Point, RunLog, Style
 from falconet.report.throughput import Laps, Rate, Stopwatch
+from falconet.report.trackers import Tracker
 from falconet.train.metrics import Measurements, Meter
 from falconet.train.plan import Plan
 
@@ -165,7 +165,7 @@ def weight_drawing(
     names: Sequence[str],
     *,
     stages: World,
-    sinks: Sequence[Dashboard],
+    sinks: Sequence[Tracker],
     pause: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[int], None]:
     """Draws a histogram of every weight of a replica; its stages each count their own and add them up in one message.

@@ -33,10 +33,10 @@ from falconet.parallel.grid import Grid
 from falconet.parallel.world import World, cores
 from falconet.report import plots, run_files, run_page
 from falconet.report.console import Say
-from falconet.report.dashboards import Confusion, Dashboard, Picture
 from falconet.report.run_files import ANSWERS, ENVIRONMENT, LAYERS, MEMORY, REPORT, SEEN, MemoryPoint, State
 from falconet.report.styles import Validated
 from falconet.report.throughput import Stopwatch
+from falconet.report.trackers import Confusion, Picture, Tracker
 from falconet.train import breakdown
 from falconet.train.breakdown import Answers, Breakdown, Collected, Precisions
 from falconet.train.evaluate import Evaluation, NoRecord, Which
@@ -183,13 +183,13 @@ def warned(say: Say) -> Iterator[None]:
 
 
 class Page:
-    """Writes report.html and results.csv from the files of the run, not too often; dashboards get the pictures too."""
+    """Writes report.html and results.csv from the files of the run, not too often; trackers get the pictures too."""
 
     def __init__(
-        self, *, draws: bool, dashboards: Sequence[Dashboard] = (), clock: Callable[[], float] = time.monotonic
+        self, *, draws: bool, trackers: Sequence[Tracker] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`draws`: plots too, at the end."""
-        self._draws, self._dashboards, self._clock = draws, dashboards, clock
+        self._draws, self._trackers, self._clock = draws, trackers, clock
         self._next = -float("inf")
 
     def is_due(self) -> bool:
@@ -204,8 +204,8 @@ class Page:
 
     def show_seen(self, update: int, pictures: Sequence[Pictured]) -> None:
         shown = [_shown(each["label"], each) for each in pictures]
-        for dashboard in self._dashboards:
-            dashboard.write_pictures(update, "first_batch", shown)
+        for tracker in self._trackers:
+            tracker.write_pictures(update, "first_batch", shown)
 
     def show_answers(self, content: Mapping[str, Any], class_names: Sequence[str]) -> None:
         """Of the best validation, as it is written for the report."""
@@ -215,9 +215,9 @@ class Page:
             _shown(f"{each['label']} taken for {each['predicted']}, {100 * each['probability']:.0f} %", each["picture"])
             for each in content["mistakes"]
         ]
-        for dashboard in self._dashboards:
-            dashboard.write_confusion(update, confusion)
-            dashboard.write_pictures(update, "mistakes", mistakes)
+        for tracker in self._trackers:
+            tracker.write_confusion(update, confusion)
+            tracker.write_pictures(update, "mistakes", mistakes)
 
 
 def _shown(caption: str, picture: Pictured) -> Picture:

@@ -181,7 +181,7 @@ def _graph(built: BuiltPhase) -> Any:
 def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, began: float, graph: Any = None) -> int:
     """Train every phase; one that is done leaves `phases`, which frees its memory on the device.
 
-    `graph`: of the model, for dashboards.
+    `graph`: of the model, for trackers.
     """
     first = phases[0]
     launch, site, options = first.launch, first.site, first.launch.loaded.options
@@ -207,7 +207,7 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, b
         run_folder.memory_explained(saved),
         contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=began, mark=mark)) as sinks,
     ):
-        for each in sinks.dashboards if graph is not None else ():
+        for each in sinks.trackers if graph is not None else ():
             each.write_graph(graph)
         session = Session(folder=folder, mark=mark, sinks=sinks)
         handed = train_phase(phases.popleft(), state, session)
@@ -457,7 +457,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         )
         run_folder.write_summary(folder, watch.log, ending)
         if built.phase.is_last:
-            run_folder.write_result(watch.log, ending, session.sinks.dashboards)
+            run_folder.write_result(watch.log, ending, session.sinks.trackers)
         end = recorder.ended if built.phase.is_last else recorder.phase_ended
         report = end(state.progress.update)
         is_told = built.launch.conventions.is_ours and not built.options.run.temporary
@@ -478,7 +478,7 @@ def _recorder(built: BuiltPhase, session: Session, *, update: int, stopwatch: St
         update=update,
         stopwatch=stopwatch,
         say=built.site.screen.line,
-        page=page(draws=logging.save_plots, dashboards=session.sinks.dashboards),
+        page=page(draws=logging.save_plots, trackers=session.sinks.trackers),
     )
 
 
@@ -540,7 +540,7 @@ def _output(
         restored=manifest.metrics if manifest and state.progress.unvalidated else None,
         best=best or (Best(*stored) if stored else None),
     )
-    style = log.open_style(built, session.folder, sinks=session.sinks.dashboards)
+    style = log.open_style(built, session.folder, sinks=session.sinks.trackers)
     return Output(screen=built.site.screen, style=style, measurements=measurements, stopwatch=stopwatch)
 
 
@@ -599,8 +599,8 @@ def _log(built: BuiltPhase, state: TrainState, session: Session, *, output: Outp
     trained, stages, stopwatch = built.placement.trained, built.site.grid.stages, output.stopwatch
     also = [lambda update: session.sinks.write_times(update, stopwatch.update_seconds())]
     if built.options.logging.weight_histogram and built.site.grid.replicas.rank == 0:
-        dashboards = session.sinks.dashboards
-        draw = weight_drawing(built.model, trained, stages=stages, sinks=dashboards, pause=stopwatch.standing)
+        trackers = session.sinks.trackers
+        draw = weight_drawing(built.model, trained, stages=stages, sinks=trackers, pause=stopwatch.standing)
         also.insert(0, draw)
     return Log(
         plan=built.plan,

@@ -42,7 +42,6 @@ from falconet.errors import (
 from falconet.models import zoo
 from falconet.report import plots, terminal_plot, trace
 from falconet.report.console import Say, counted
-from falconet.report.dashboards import Dashboard, Guarded
 from falconet.report.epochs import BEST, Metric, in_short, span
 from falconet.report.folders import RunShape
 from falconet.report.gpu_driver import joules_in_words
@@ -50,6 +49,7 @@ from falconet.report.run_files import ANSWERS, ENDED, MEMORY, RECORDS, REPORT, R
 from falconet.report.sinks import JsonLines, Several, Sink, UpdateTimes
 from falconet.report.styles import FALCONET, Conventions, Table
 from falconet.report.throughput import Rate
+from falconet.report.trackers import Guarded, Tracker
 from falconet.train import metrics
 from falconet.train.log import Log
 from falconet.train.metrics import StageMemory
@@ -362,7 +362,7 @@ class Sinks:
     """Where a run's measurements go; nowhere in processes other than the first."""
 
     metrics: Sink = field(default_factory=lambda: Several([]))
-    dashboards: Sequence[Dashboard] = ()  # those of `metrics` that show more, and get a style's numbers under its names
+    trackers: Sequence[Tracker] = ()  # those of `metrics` that show more, and get a style's numbers under its names
     times: UpdateTimes | None = None
 
     def write_times(self, update: int, seconds: Sequence[float]) -> None:
@@ -386,13 +386,13 @@ def open_sinks(
         for name, opens in _asked_for(folder, loaded, say=say, mark=mark, restored=restored).items()
     ]
     metrics = Several([JsonLines(folder / METRICS), *found, *more])
-    return Sinks(metrics=metrics, dashboards=found, times=UpdateTimes(folder / TIMES))
+    return Sinks(metrics=metrics, trackers=found, times=UpdateTimes(folder / TIMES))
 
 
 def _asked_for(
     folder: Path, loaded: Loaded[commands.TrainOptions], *, say: Say, mark: str, restored: Checkpoint | None
-) -> dict[str, Callable[[], Dashboard]]:
-    """How to open each dashboard of the options, by name; called by threads of their own."""
+) -> dict[str, Callable[[], Tracker]]:
+    """How to open each tracker of the options, by name; called by threads of their own."""
     logging, table = loaded.options.logging, loaded.table()
     every = {name: entry["value"] for name, entry in table.items()}
     known = options_of(type(loaded.options))
@@ -400,25 +400,25 @@ def _asked_for(
         name: value for name, value in every.items() if table[name]["source"] != DEFAULT and not known[name].is_local
     }
 
-    def tensorboard() -> Dashboard:
+    def tensorboard() -> Tracker:
         from falconet.report.tensorboard import TensorBoard
 
         after = restored.manifest.progress.update if restored else None
         return TensorBoard(folder / "tensorboard", options=chosen, after=after)
 
-    def wandb() -> Dashboard:
+    def wandb() -> Tracker:
         from falconet.report.weights_and_biases import WeightsAndBiases
 
         offline = lambda why: say(f"note: --wandb: {why}")  # noqa: E731
         return WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=every, offline=offline)
 
-    def mlflow() -> Dashboard:
+    def mlflow() -> Tracker:
         from falconet.report.mlflow import MLflow
 
         files = (CONFIG, PLAN, METRICS, SUMMARY, REPORT, RESULTS)
         return MLflow(folder, mark=mark, options=every, files=files, continues=restored is not None)
 
-    def aim() -> Dashboard:
+    def aim() -> Tracker:
         from falconet.report.aim import Aim
 
         return Aim(folder, options=every)
@@ -470,8 +470,8 @@ def write_summary(folder: Path, log: Log, ending: Ending) -> None:
     writing.replace(folder, SUMMARY, json.dumps(summary, indent=1) + "\n")
 
 
-def write_result(log: Log, ending: Ending, dashboards: Sequence[Dashboard]) -> None:
-    """What dashboards compare runs by."""
+def write_result(log: Log, ending: Ending, trackers: Sequence[Tracker]) -> None:
+    """What trackers compare runs by."""
     measured, metric = log.output.measurements, ending.metric
     names = {"train_loss": "train/loss", f"validation_{metric.name}": metric.key, "validation_loss": "validation/loss"}
     found = {f"final/{name}": measured.latest[key] for name, key in names.items() if key in measured.latest}
@@ -479,7 +479,7 @@ def write_result(log: Log, ending: Ending, dashboards: Sequence[Dashboard]) -> N
         found[f"best/validation_{metric.name}"] = measured.best.accuracy
         if math.isfinite(measured.best.loss):
             found["best/validation_loss"] = measured.best.loss
-    for each in dashboards:
+    for each in trackers:
         each.write_result(log.state.progress.update, found)
 
 

@@ -1,6 +1,7 @@
 """--weight-histogram: a whole run draws all of its trained weights, in one process or in several."""
 
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,8 @@ def test_several_processes_log_the_weights_of_one_replica_once(tmp_path, options
 
 def test_wandb_gets_histograms_and_metrics(falconet, monkeypatch):
     class Wandb:
+        __spec__ = ModuleSpec("wandb", None)
+
         def __init__(self):
             self.logged = {}
 

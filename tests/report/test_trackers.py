@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from falconet.report.aim import Aim
-from falconet.report.dashboards import Confusion, Picture
 from falconet.report.histograms import Histogram
 from falconet.report.mlflow import QUIETLY, MLflow
+from falconet.report.trackers import Confusion, Picture
 from falconet.report.weights_and_biases import CHARTED, WeightsAndBiases
 
 CONFUSION = Confusion(("a", "b"), [(0, 0, 2), (1, 0, 1)])

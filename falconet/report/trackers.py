@@ -1,4 +1,4 @@
-"""Dashboards: sinks of other programs, which show more than metrics, and whose failures never end a run."""
+"""Trackers: sinks of other programs, which show more than metrics, and whose failures never end a run."""
 
 import contextlib
 import queue
@@ -14,9 +14,9 @@ from falconet.report.console import Say
 from falconet.report.histograms import Histogram
 from falconet.report.sinks import Metrics
 
-OPENING = 30.0  # seconds that a run waits for a dashboard before its first update
+OPENING = 30.0  # seconds that a run waits for a tracker before its first update
 CLOSING = 60.0  # seconds that it waits after the last one for what is still to be sent
-WAITING = 1000  # calls that may wait for a slow dashboard, a few hundred bytes each but for pictures
+WAITING = 1000  # calls that may wait for a slow tracker, a few hundred bytes each but for pictures
 LONGEST = 200  # letters of an error; some libraries add a whole page
 
 
@@ -36,8 +36,8 @@ class Confusion:
     cells: Sequence[tuple[int, int, int]]  # label, predicted, images
 
 
-class Dashboard:
-    """What a dashboard may be given; each kind takes what it has a place for, and leaves the rest."""
+class Tracker:
+    """What a tracker may be given; each kind takes what it has a place for, and leaves the rest."""
 
     def write(self, update: int, metrics: Metrics) -> None:
         raise NotImplementedError
@@ -60,17 +60,17 @@ class Dashboard:
         """After the last update: what runs are compared by."""
 
 
-Call = Callable[[Dashboard], None]
+Call = Callable[[Tracker], None]
 
 
-class Guarded(Dashboard):
-    """A dashboard in a thread of its own: training neither waits for it nor ends with it.
+class Guarded(Tracker):
+    """A tracker in a thread of its own: training neither waits for it nor ends with it.
 
     What fails there, or does not answer for long, takes one line, from the thread that trains; from then on the
-    dashboard gets nothing more.
+    tracker gets nothing more.
     """
 
-    def __init__(self, name: str, opens: Callable[[], Dashboard], *, say: Say, patience: float = OPENING) -> None:
+    def __init__(self, name: str, opens: Callable[[], Tracker], *, say: Say, patience: float = OPENING) -> None:
         """`patience`: seconds to wait until it is open. A mistake of the user's that is found there is raised."""
         self._name, self._say, self._is_given_up = name, say, False
         self._calls: queue.Queue[Call | None] = queue.Queue(WAITING)  # None: the end
@@ -85,19 +85,19 @@ class Guarded(Dashboard):
         else:
             self._look()
 
-    def _serve(self, opens: Callable[[], Dashboard]) -> None:
+    def _serve(self, opens: Callable[[], Tracker]) -> None:
         with self._caught:
-            dashboard = opens()
+            tracker = opens()
             self._is_open.set()
             with _Caught() as failed:
                 while (call := self._calls.get()) is not None and not self._is_given_up:
-                    call(dashboard)
+                    call(tracker)
             if failed.error is None:
-                dashboard.close()
+                tracker.close()
             else:
                 self._caught.error = failed.error  # told already, while it is being closed
                 with _Caught():
-                    dashboard.close()
+                    tracker.close()
         self._is_open.set()
 
     def _look(self) -> None:
@@ -121,22 +121,22 @@ class Guarded(Dashboard):
             self._give_up("it has not answered for a long time")
 
     def write(self, update: int, metrics: Metrics) -> None:
-        self._hand(lambda dashboard: dashboard.write(update, metrics))
+        self._hand(lambda tracker: tracker.write(update, metrics))
 
     def write_weights(self, update: int, histograms: Mapping[str, Histogram]) -> None:
-        self._hand(lambda dashboard: dashboard.write_weights(update, histograms))
+        self._hand(lambda tracker: tracker.write_weights(update, histograms))
 
     def write_pictures(self, update: int, name: str, pictures: Sequence[Picture]) -> None:
-        self._hand(lambda dashboard: dashboard.write_pictures(update, name, pictures))
+        self._hand(lambda tracker: tracker.write_pictures(update, name, pictures))
 
     def write_confusion(self, update: int, confusion: Confusion) -> None:
-        self._hand(lambda dashboard: dashboard.write_confusion(update, confusion))
+        self._hand(lambda tracker: tracker.write_confusion(update, confusion))
 
     def write_graph(self, graph: Any) -> None:
-        self._hand(lambda dashboard: dashboard.write_graph(graph))
+        self._hand(lambda tracker: tracker.write_graph(graph))
 
     def write_result(self, update: int, metrics: Metrics) -> None:
-        self._hand(lambda dashboard: dashboard.write_result(update, metrics))
+        self._hand(lambda tracker: tracker.write_result(update, metrics))
 
     def close(self) -> None:
         """Wait until everything is written; never raises."""

@@ -1,18 +1,19 @@
-"""A dashboard never ends a run: what it raises, whenever, takes one line, and what hangs is left behind."""
+"""A tracker never ends a run: what it raises, whenever, takes one line, and what hangs is left behind."""
 
 import sys
 import threading
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import pytest
 
 from falconet.errors import ConfigError
-from falconet.report import dashboards
+from falconet.report import trackers
 from falconet.report.aim import Aim
-from falconet.report.dashboards import Confusion, Dashboard, Guarded, Picture
 from falconet.report.histograms import Histogram
 from falconet.report.mlflow import MLflow
 from falconet.report.tensorboard import TensorBoard
+from falconet.report.trackers import Confusion, Guarded, Picture, Tracker
 from falconet.report.weights_and_biases import WeightsAndBiases
 
 TINY = "--model resnet8-cifar --micro-batch-size 256 --threads 1 --epoch 1 --run-dir r"
@@ -27,7 +28,7 @@ CALLS = {
 }
 
 
-class Recording(Dashboard):
+class Recording(Tracker):
     """Keeps its calls; raises in one of them."""
 
     def __init__(self, broken=None, error=None):
@@ -88,8 +89,8 @@ def test_a_mistake_of_the_users_is_an_error():
 
 @pytest.mark.parametrize("hangs", ["open", "write", "close"])
 def test_what_hangs_is_waited_for_once_and_left_behind(monkeypatch, hangs):
-    monkeypatch.setattr(dashboards, "CLOSING", 0.1)
-    monkeypatch.setattr(dashboards, "WAITING", 4)
+    monkeypatch.setattr(trackers, "CLOSING", 0.1)
+    monkeypatch.setattr(trackers, "WAITING", 4)
     said, release = [], threading.Event()
 
     class Hanging(Recording):
@@ -145,7 +146,7 @@ def test_a_run_with_a_missing_package_ends_in_one_line_before_data_is_read(falco
     assert (answer.code, answer.out, answer.err) == (2, "", f"falconet train: {needs}\n")
 
 
-def test_dashboards_change_no_number_of_a_run(falconet, tmp_path, monkeypatch):
+def test_trackers_change_no_number_of_a_run(falconet, tmp_path, monkeypatch):
     monkeypatch.setattr(MLflow, "__init__", lambda *_, **__: None)
     for name in ("write", "write_result", "close"):
         monkeypatch.setattr(MLflow, name, lambda *_, **__: None)
@@ -163,7 +164,7 @@ NAMES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases", "mlflow": "M
 
 @pytest.mark.parametrize("broken", ["__init__", "write", "write_weights", "close"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_without_a_broken_dashboard(falconet, monkeypatch, kind, broken):
+def test_a_run_goes_on_without_a_broken_tracker(falconet, monkeypatch, kind, broken):
     if kind == "mlflow" and broken == "write_weights":
         return  # it has no place for histograms
 
@@ -173,7 +174,7 @@ def test_a_run_goes_on_without_a_broken_dashboard(falconet, monkeypatch, kind, b
     for name in ("__init__", *CALLS, "close"):
         monkeypatch.setattr(KINDS[kind], name, breaks if name == broken else lambda *_, **__: None)
     if kind != "tensorboard":
-        monkeypatch.setitem(sys.modules, kind, SimpleNamespace())
+        monkeypatch.setitem(sys.modules, kind, SimpleNamespace(__spec__=ModuleSpec(kind, None)))
     drawn = "" if kind == "mlflow" else "--weight-histogram"
     answer = falconet(f"train {TINY} --{kind} {drawn}")
     assert answer.code == 0, answer.err
