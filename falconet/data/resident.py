@@ -36,7 +36,7 @@ class ResidentRows:
                 f" --image-size {width}, or host, because the model takes {crops.size} x {crops.size}"
             )
         self._crops, self._device, self._thread = crops, device, threading.local()
-        self._images = torch.from_numpy(np.ascontiguousarray(source.images)).to(device)  # N x S x S x 3
+        self._images = torch.from_numpy(source.images[np.arange(len(source))]).to(device)  # N x S x S x 3
 
     def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:
         shifts = self._crops.shifts(indices, side=self.size, epoch=epoch)

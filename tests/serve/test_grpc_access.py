@@ -80,15 +80,15 @@ def test_a_call_needs_a_key_and_a_probe_does_not():
 
 
 def test_a_stream_needs_a_key():
-    async def answers(channel, **sent):
-        streamed = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(iter([b"a", b"b"]), metadata=[*sent.items()])
+    async def answers(channel, *parts, **sent):
+        streamed = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(iter(parts), metadata=[*sent.items()])
         return [each async for each in streamed]
 
     async def scenario():
         async with serving(Keys([KEY])) as (address, seen), grpc.aio.insecure_channel(address) as channel:
-            assert await answers(channel, authorization=f"Bearer {KEY}") == [b"aa", b"bb"]
+            assert await answers(channel, b"a", b"b", authorization=f"Bearer {KEY}") == [b"aa", b"bb"]
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
-                await answers(channel)
+                await answers(channel)  # without parts: a client that still sends may not see why it was refused
         assert [record.status for record in seen] == ["OK", "UNAUTHENTICATED"]
 
     asyncio.run(scenario())
