@@ -4,8 +4,8 @@
     python bench/serving.py --model resnet18 --image-size 64 --batch 8 --precision 32.32 --requests 40
     python bench/serving.py --model resnet50 --batch 1 --precision 32.32 --requests 10 --triton
 
-`local` is the predictor in this process, with as many lanes as the server has: images in host memory are gathered,
-copied and computed, and the scores copied back. `transport` is the server with a model that computes nothing. `served`
+`local` is the server's engine in this process, with all of its lanes: images in host memory are gathered, copied to the
+device and computed, and the scores copied back. `transport` is the server with a model that computes nothing. `served`
 is `falconet serve` in a separate process. Clients are processes; SYNC waits for each response, ASYNC keeps four
 requests in flight. `triton` is NVIDIA's server with the exported model and as many threads (`make triton` installs it);
 `falconet bench serve --server both` compares the two in turns. `local` is measured before and after everything else, to
@@ -39,7 +39,8 @@ from falconet.commands import bench_servers
 from falconet.config.commands import BenchServeOptions, ServeOptions
 from falconet.config.load import load_options, read_line
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from falconet.infer.predictor import Lanes, Pixels, Predictor, Scores, open_served
+from falconet.infer.engines import open_engine
+from falconet.infer.predictor import Execute, Lanes, Pixels, Scores, open_served
 from falconet.serve import app, connections
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
@@ -96,9 +97,8 @@ def triton_served(args: argparse.Namespace, line: str) -> Iterator[Target]:
         yield from targets.values()
 
 
-def local(predictor: Predictor, images: Pixels, seconds: float) -> float:
+def local(lanes: Sequence[Execute], images: Pixels, seconds: float) -> float:
     """Images per second of all lanes, each fed from memory by a thread."""
-    lanes = predictor.lanes()
     counts = [0] * len(lanes)
     end = time.monotonic() + seconds
 
@@ -138,18 +138,17 @@ def measured(target: Target, args: argparse.Namespace, images: Path, kind: str, 
 
 def compare(args: argparse.Namespace) -> None:
     line = f"--model {args.model} --image-size {args.image_size} --precision {args.precision} --max-batch {args.batch}"
-    classifier, _ = open_served(read_line(ServeOptions, line.split()), lambda _: None)
+    settings = read_line(ServeOptions, line.split())
+    classifier, options = open_served(settings, lambda _: None)
     size = args.batch * 3 * args.image_size**2
     images = np.random.default_rng(0).integers(
         0, 256, (HELD, args.batch, 3, args.image_size, args.image_size), dtype=np.uint8
     )
     where = torch.cuda.get_device_name() if classifier.device.type == "cuda" else "CPU"
     print(f"{line}; {size / 1e6:.1f} MB per request; {where}, {os.cpu_count()} cores, torch {torch.__version__}")
-    captured = Predictor(classifier, max_batch=args.batch)
-    plain = local(Predictor(classifier, max_batch=args.batch, captured=False), images, args.seconds)
-    print(f"local, launched kernel by kernel  {plain:10,.0f} images/s")
-    base = local(captured, images, args.seconds)
-    print(f"local, as served                  {base:10,.0f} images/s", flush=True)
+    engine = open_engine(classifier, options, settings, print, max_batch=args.batch)
+    base = local(engine.lanes.each, images, args.seconds)
+    print(f"local                             {base:10,.0f} images/s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "images.npy"
         np.save(path, images)
@@ -162,8 +161,8 @@ def compare(args: argparse.Namespace) -> None:
         if args.triton:
             with triton_served(args, line) as target:
                 tell(target, args, path, "triton", base)
-    again = local(captured, images, args.seconds)
-    print(f"local, as served, again           {again:10,.0f} images/s ({100 * (again / base - 1):+.1f} %)")
+    again = local(engine.lanes.each, images, args.seconds)
+    print(f"local, again                      {again:10,.0f} images/s ({100 * (again / base - 1):+.1f} %)")
 
 
 def tell(target: Target, args: argparse.Namespace, images: Path, name: str, base: float) -> None:
