@@ -30,6 +30,7 @@ from falconet.exits import DONE, INTERRUPTED
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.infer.model import Model
 from falconet.parallel.world import World
+from falconet.report.run_files import METRICS
 from falconet.train import run_folder, saved_model
 from falconet.train.evaluate import Evaluation, evaluator, never
 
@@ -138,14 +139,14 @@ class Run:
     def __init__(self, folder: str | Path) -> None:
         """`folder`: of any run, also one of the command line."""
         self.folder = Path(folder)
-        if not (self.folder / run_folder.METRICS).is_file():
-            raise DataError(f"{self.folder}: is no run folder; expected one with {run_folder.METRICS} in it")
+        if not (self.folder / METRICS).is_file():
+            raise DataError(f"{self.folder}: is no run folder; expected one with {METRICS} in it")
 
     @property
     def metrics(self) -> Metrics:
         """Everything that was logged so far, one row per update; a later line of an update adds to its row."""
         rows: dict[int, dict[str, float]] = {}
-        for line in (self.folder / run_folder.METRICS).read_text(encoding="utf-8").splitlines():
+        for line in (self.folder / METRICS).read_text(encoding="utf-8").splitlines():
             logged: dict[str, Any] = json.loads(line)
             rows.setdefault(logged["update"], {}).update(logged)
         return Metrics(rows[update] for update in sorted(rows))

@@ -24,7 +24,7 @@ expect.set_options(timeout=1000 * LIMIT)
 
 @contextlib.contextmanager
 def chromium():
-    """A browser; one for a whole module, because to start it takes longer than most tests."""
+    """A browser."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         missing = f"there is no Chromium; {INSTALL}"

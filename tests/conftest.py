@@ -116,3 +116,21 @@ def image_folder(tmp_path) -> Path:
                 pixels = noise.integers(level - 50, level + 50, (40, 48, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number}.png")
     return tmp_path / "photos"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """One for a whole module, because to start it takes longer than most tests."""
+    import browsing  # playwright, which only tests of pages need
+
+    with browsing.chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens pages of servers; at the end nothing may have failed in them, or been asked of another server."""
+    import browsing
+
+    with browsing.visiting(browser) as opened:
+        yield opened

@@ -18,8 +18,7 @@ from falconet.errors import ConfigError, Interrupted, WorldError, did_you_mean
 from falconet.exits import DONE, FAILED
 from falconet.report import folders
 from falconet.report.console import Say, Screen, counted
-from falconet.report.run_files import ENVIRONMENT
-from falconet.train.run_folder import SUMMARY
+from falconet.report.run_files import ENVIRONMENT, SUMMARY
 
 TRAIN = (sys.executable, "-m", "falconet", "train")
 

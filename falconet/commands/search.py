@@ -37,7 +37,7 @@ from falconet.errors import ConfigError, Interrupted
 from falconet.report import folders
 from falconet.report.console import Say, Screen, counted
 from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION
-from falconet.train.run_folder import CONFIG, METRICS, SUMMARY
+from falconet.report.run_files import CONFIG, METRICS, SUMMARY
 
 TRAIN = (sys.executable, "-m", "falconet", "train")
 DATABASE, BEST, TABLE = "study.db", "best.yaml", "trials.csv"

@@ -46,6 +46,7 @@ from falconet.train import (
     run_folder,
     save,
     saved_model,
+    summary,
 )
 from falconet.train.build import BuiltPhase
 from falconet.train.evaluate import FailedTogetherError, Validation
@@ -62,6 +63,7 @@ from falconet.train.record import Recorder
 from falconet.train.save import Identity, Saving
 from falconet.train.step import ShownStep, Step, TimedStep, moments_of
 from falconet.train.stop import StopRequest
+from falconet.train.summary import Ending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -446,7 +448,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     if watch.validation.left_out:
         built.site.note(evaluate.left_out_line(watch.validation.left_out))
     if world.is_first:
-        ending = run_folder.Ending(
+        ending = Ending(
             checkpoints=saving.folder,
             metric=watch.validation.metric,
             memory=memory_of_stages,
@@ -455,13 +457,13 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             seconds=watch.log.seconds_of(rate, validation=watch.validation.seconds),
             joules=joules,
         )
-        run_folder.write_summary(folder, watch.log, ending)
+        summary.write(folder, watch.log, ending)
         if built.phase.is_last:
-            run_folder.write_result(watch.log, ending, session.sinks.trackers)
+            summary.hand_over(watch.log, ending, session.sinks.trackers)
         end = recorder.ended if built.phase.is_last else recorder.phase_ended
         report = end(state.progress.update)
         is_told = built.launch.conventions.is_ours and not built.options.run.temporary
-        run_folder.print_summary(folder, watch.log, replace(ending, report=report if is_told else None))
+        summary.show(folder, watch.log, replace(ending, report=report if is_told else None))
     return Handover(averaged=averaged, best=output.measurements.best) if averaged else None
 
 

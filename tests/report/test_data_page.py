@@ -2,19 +2,12 @@
 
 import pytest
 
-import browsing
 import layouts
 import odd_photos
 from falconet.report.data_page import Page, Picture, Section, Tile, rendered
 from served import LIMIT
 
 EVIL = "\"'><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>&amp;.jpg"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with browsing.chromium() as started:
-        yield started
 
 
 @pytest.fixture

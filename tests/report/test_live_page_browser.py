@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from playwright.sync_api import expect
 
-import browsing
 from falconet.report import live_server
 from falconet.report.live_site import Site
 from growing_runs import growing
@@ -20,18 +19,6 @@ SHOWN = """(() => {
     return [x.min, x.max];
 })()"""
 POINTS = "report.data.charts[0].data[0].length"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with browsing.chromium() as started:
-        yield started
-
-
-@pytest.fixture
-def visit(browser):
-    with browsing.visiting(browser) as opened:
-        yield opened
 
 
 @pytest.fixture

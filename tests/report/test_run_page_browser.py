@@ -6,7 +6,6 @@ import random
 import pytest
 from playwright.sync_api import expect
 
-import browsing
 from falconet.report import run_page
 from falconet.report.run_files import read_run
 from report_runs import answers, profile, write_run
@@ -25,12 +24,6 @@ PAINTED = """element => {
     }
     return found;
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with browsing.chromium() as started:
-        yield started
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from aiohttp import web
 from PIL import Image
 from playwright.sync_api import expect
 
-import browsing
 from browsing import card, percent, photo, send, shown, transferred
 from falconet.cli import main
 from falconet.legacy.conventions import CONVENTIONS
@@ -23,18 +22,6 @@ from served import LIMIT, served
 from tiny import TINY
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with browsing.chromium() as started:
-        yield started
-
-
-@pytest.fixture
-def visit(browser):
-    with browsing.visiting(browser) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 from aiohttp import web
 from playwright.sync_api import Error, expect
 
-import browsing
 from browsing import card, percent, photo, send, shown
 from pretended_server import CLASSES, INDEX, SCENES, SHARES, Pretended, predicted
 from served import LIMIT
@@ -18,18 +17,6 @@ pytestmark = pytest.mark.dist
 
 
 MARKUP = '<img src=x onerror="window.broken=1"><script>window.broken=1</script>'
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with browsing.chromium() as started:
-        yield started
-
-
-@pytest.fixture
-def visit(browser):
-    with browsing.visiting(browser) as opened:
-        yield opened
 
 
 @pytest.fixture
