@@ -27,6 +27,8 @@ def run(loaded: Loaded[RecipeVerifyOptions]) -> int:
     asked, say = loaded.options.recipe, Screen().line
     name = _known(asked.name)
     recorded = None if asked.record else evidence_of(name)
+    if asked.record:
+        asked.record.parent.mkdir(parents=True, exist_ok=True)  # not after hours of training
     home = asked.runs if isinstance(asked.runs, Path) else folders.numbered(folders.home("runs"), f"recipe_{name}")
     say(f"{name}: {counted(asked.seeds, 'run')} in {home}")
     runs = tuple(_trained(asked, name, home, say))

@@ -1,6 +1,7 @@
 """`falconet watch`: follow runs as they go, on the terminal or as a page."""
 
 import contextlib
+import os
 import select
 import sys
 import termios
@@ -86,7 +87,7 @@ def _draw(folder: Path, console: Lines) -> int:
                 live.update(Group(*frame, Text(), Text(FOOT[: console.width], style="dim")), refresh=True)
                 if isinstance(followed, FollowedRun) and followed.look().state == "done":
                     break
-                if pressed(_pause(began)) in ("q", "Q"):
+                if "q" in pressed(_pause(began)).lower():
                     break
     finally:
         for line in frame:
@@ -122,7 +123,8 @@ def _keys() -> Iterator[Callable[[float], str]]:
     before = termios.tcgetattr(handle)
 
     def pressed(seconds: float) -> str:
-        return sys.stdin.read(1) if select.select([handle], [], [], seconds)[0] else ""
+        # Not sys.stdin.read, which would keep what else was typed where select does not see it.
+        return os.read(handle, 1024).decode(errors="replace") if select.select([handle], [], [], seconds)[0] else ""
 
     try:
         tty.setcbreak(handle)  # Ctrl-C still interrupts

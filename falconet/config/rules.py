@@ -336,6 +336,8 @@ def _unfreezing_is_undivided(options: Any) -> str | None:
         if getattr(options.training, name) is not None and options.parallel.pipeline_splits:
             option = f"--{name.replace('_', '-')}"
             return f"{option}: does not work with --pipeline-splits; expected --freeze alone, or one stage"
+    if options.training.freeze_after is not None and options.optimizer.optimizer == "sgd_combined":
+        return "--freeze-after: does not work with --optimizer sgd_combined, whose velocities would go on; expected sgd"
     for name, asked in (
         ("--freeze-after", options.training.freeze_after is not None),
         ("--unfreeze-after", options.training.unfreeze_after is not None),
@@ -422,6 +424,8 @@ def _resolutions_are_in_order(options: Any) -> str | None:
         )
     if found and options.fine_tuning.half_res_training:
         return "--resolution-schedule: contradicts --half-res-training, which has a schedule of its own"
+    if found and options.data.dataset_location == "device":
+        return "--resolution-schedule: contradicts --dataset-location device, which keeps images as they are"
     if found and options.parallel.pipeline_splits:
         return "--resolution-schedule: does not work with --pipeline-splits, whose stages expect images of one size"
     return None
@@ -682,7 +686,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("averaging", "checkpoints"), _further_averages_are_known),
     (("fine_tuning", "training", "numerics"), _phases_are_whole_epochs),
     (("fine_tuning", "training"), _phases_do_not_end_early),
-    (("fine_tuning", "parallel"), _resolutions_are_in_order),
+    (("fine_tuning", "parallel", "data"), _resolutions_are_in_order),
     (("fine_tuning", "averaging"), _fine_tuning_is_complete),
     (("fine_tuning", "data"), _found_batch_is_the_fine_tunings_too),
     (("parallel", "data"), _stages_do_not_search),

@@ -16,6 +16,7 @@ from falconet.report.run_files import (
     MEMORY,
     METRICS,
     PLAN,
+    PROFILE,
     SEEN,
     SUMMARY,
     TIMES,
@@ -28,7 +29,7 @@ from falconet.report.run_files import (
 
 FOLLOWED = (
     *(METRICS, TIMES, SUMMARY, CONFIG, PLAN, VALIDATED, CHECKPOINTS),
-    *(ANSWERS, SEEN, LAYERS, ENVIRONMENT, MEMORY, ENDED),
+    *(ANSWERS, SEEN, LAYERS, ENVIRONMENT, MEMORY, ENDED, PROFILE),
 )
 MOST_RUNS = 500  # of a folder, the newest
 
@@ -81,11 +82,13 @@ class FollowedFolder:
 
 def what_is_there(folder: Path) -> FollowedRun | FollowedFolder | str:
     """A run, a folder of runs, or the words for what is waited for; DataError if nothing can come of it."""
-    if not folder.exists():
-        if folder.absolute().parent.is_dir():
-            return f"{folder} does not exist yet"
-        raise DataError(f"{folder}: no such folder, nor the one above it; expected a run folder, or a folder of runs")
     try:
+        if not folder.exists():
+            if folder.absolute().parent.is_dir():
+                return f"{folder} does not exist yet"
+            raise DataError(
+                f"{folder}: no such folder, nor the one above it; expected a run folder, or a folder of runs"
+            )
         with ForeignFolder(folder) as files:
             if is_run(files):
                 return FollowedRun(folder)

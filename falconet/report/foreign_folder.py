@@ -5,7 +5,6 @@ read, every value checked for its type.
 import contextlib
 import fcntl
 import json
-import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 from falconet.errors import printable
 
 MOST_BYTES = 64 << 20  # read of one file
+LARGEST = 1e100  # numbers beyond it overflow where they are drawn
 TAIL = 64  # bytes of a file that are compared before the rest is taken as known
 T = TypeVar("T")
 _OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -208,14 +208,14 @@ def _loaded(text: str) -> object:
 
 
 def number(value: object) -> float | None:
-    """A finite number; None for anything else."""
+    """A number that can be drawn; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         found = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return found if abs(found) < LARGEST else None  # not for nan
 
 
 def numbers(values: object) -> list[float]:

@@ -11,7 +11,7 @@ from falconet.report.run_files import RunFiles
 
 RECENT_UPDATES = 200  # whose mean time is taken for those to come
 Tone = Literal["good", "busy", "bad"]
-_LENGTH = re.compile(r"([\d,]+) updates? = [\d.,e+]+ epochs? x ([\d,]+) updates?;.*")  # a line of plan.txt
+_LENGTH = re.compile(r"([0-9,]{1,20}) updates? = [\d.,e+]+ epochs? x ([0-9,]{1,20}) updates?;.*")  # a line of plan.txt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,6 +158,8 @@ class DirectConnection(Connection):
             self._messages.popleft()
             assert self._parser is not None
             self._parser.message_consumed()
+            if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
+                self._resume_reading_if_drained()  # aiohttp stops reading while 32 requests wait
             self._answering = self._clock.create_task(self._answer(request, payload.read_nowait()))
             self._answering.add_done_callback(lambda done: self._ended(request, done))
         elif self._slow is None:
