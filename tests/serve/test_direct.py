@@ -86,6 +86,13 @@ def test_requests_sent_without_waiting_are_answered_in_their_order():
     assert ["outputs" in content for _, _, content in found_answers] == [True, False] * 3
 
 
+def test_more_requests_than_aiohttp_queues_are_all_answered():
+    head, body = infer(pixels(1))
+    with running() as found, settled(found) as connection:
+        connection.sendall((head + body) * 100)
+        assert [status for status, *_ in first(connection, 100)] == [200] * 100
+
+
 def test_a_body_that_is_slow_is_the_applications(application, monkeypatch):
     monkeypatch.setattr(direct, "SOON_SECONDS", 0.02)
     head, body = infer(pixels(2))
