@@ -242,6 +242,7 @@ class Site:
         self._folder, self._clock, self._lock = folder, clock, threading.Lock()
         self._looked = -LEAST_SECONDS
         self._home = self._found()
+        self._home.look()  # a run that goes before the first page is still shown as it was
 
     def _found(self) -> LiveRun | LiveFolder | Waiting:
         found = what_is_there(self._folder)
