@@ -3,13 +3,14 @@
     python bench/serving.py                                        ResNet-50 in 16 bits, 90 images per request
     python bench/serving.py --model resnet18 --image-size 64 --batch 8 --precision 32.32 --requests 40
     python bench/serving.py --model resnet50 --batch 1 --precision 32.32 --requests 10 --triton
+    python bench/serving.py --model mobilenet-v3-large --batch 4 --precision 32.32 --client-cores 1
 
 `local` is the server's engine in this process, with all of its lanes: images in host memory are gathered, copied to the
 device and computed, and the scores copied back. `transport` is the server with a model that computes nothing. `served`
-is `falconet serve` in a separate process. Clients are processes; SYNC waits for each response, ASYNC keeps four
-requests in flight. `triton` is NVIDIA's server with the exported model and as many threads (`make triton` installs it);
-`falconet bench serve --server both` compares the two in turns. `local` is measured before and after everything else, to
-show a change in the machine's speed.
+is `falconet serve` in a separate process. Clients are processes, with --client-cores on cores of their own; SYNC waits
+for each response, ASYNC keeps four requests in flight. `triton` is NVIDIA's server with the exported model and as many
+threads (`make triton` installs it); `falconet bench serve --server both` compares the two in turns. `local` is measured
+before and after everything else, to show a change in the machine's speed.
 """
 
 import argparse
@@ -130,6 +131,7 @@ def measured(target: Target, args: argparse.Namespace, images: Path, kind: str, 
         tolerance=0.0,
         window=window,
         count=args.requests,
+        cores=args.cores,
     )
     found = load_test.together(load_test.run_clients(replace(job), clients), in_flight=clients * window)
     rate = found.requests * len(found.spacing) * args.batch / sum(found.spacing)
@@ -145,7 +147,8 @@ def compare(args: argparse.Namespace) -> None:
         0, 256, (HELD, args.batch, 3, args.image_size, args.image_size), dtype=np.uint8
     )
     where = torch.cuda.get_device_name() if classifier.device.type == "cuda" else "CPU"
-    print(f"{line}; {size / 1e6:.1f} MB per request; {where}, {os.cpu_count()} cores, torch {torch.__version__}")
+    cores = f"{len(os.sched_getaffinity(0))} cores, {len(args.cores) or 'no'} others for clients"
+    print(f"{line}; {size / 1e6:.1f} MB per request; {where}, {cores}, torch {torch.__version__}")
     engine = open_engine(classifier, options, settings, print, max_batch=args.batch)
     base = local(engine.lanes.each, images, args.seconds)
     print(f"local                             {base:10,.0f} images/s", flush=True)
@@ -184,13 +187,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=90)
     parser.add_argument("--requests", type=int, default=100, help="requests of each client")
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each local measurement")
+    parser.add_argument("--client-cores", type=int, default=0, help="cores for the clients alone")
     parser.add_argument("--triton", action="store_true", help="also measure NVIDIA's server")
     parser.add_argument("--nothing", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.nothing:
         serve_nothing(args)
     else:
-        compare(args)
+        with load_test.cores_apart(args.client_cores) as args.cores:
+            compare(args)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ CLOCK_MONOTONIC, which all processes of a machine share.
 import http.client
 import json
 import math
+import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -44,6 +46,7 @@ class Job:
     tolerance: float  # relative to the largest score of an image
     window: int  # requests in progress at a time
     count: int  # requests in all
+    cores: Sequence[int] = ()  # that it may use; empty: all
 
 
 @dataclass(kw_only=True)
@@ -225,7 +228,10 @@ def _body(job: Job, batch: npt.NDArray[np.uint8]) -> tuple[bytes, memoryview]:
 
 
 def main() -> None:
-    client = Client(Job(**json.loads(sys.stdin.readline())))
+    job = Job(**json.loads(sys.stdin.readline()))
+    if job.cores:
+        os.sched_setaffinity(0, job.cores)
+    client = Client(job)
     try:
         client.connect()
     except OSError as error:

@@ -172,6 +172,21 @@ def _started(argv: Sequence[str], protocol: Literal["http", "grpc"]) -> Iterator
         process.stdout.close()
 
 
+@contextlib.contextmanager
+def cores_apart(count: int) -> Iterator[tuple[int, ...]]:
+    """The last `count` cores, for clients; until the end, this process and servers that it starts use the others."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(f"--client-cores: got {count}, expected 0: only Linux gives cores to processes")
+    cores = sorted(os.sched_getaffinity(0))
+    if count >= len(cores):
+        raise ConfigError(f"--client-cores: got {count} of {len(cores)}, expected at least one left for the server")
+    os.sched_setaffinity(0, cores[: len(cores) - count])
+    try:
+        yield tuple(cores[len(cores) - count :])
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def run_clients(job: Job, clients: int) -> list[Outcome]:
     """Run several clients that start together; none of them outlives this call."""
     with none_left():

@@ -1,5 +1,6 @@
 """`falconet bench serve`: measure the throughput and latency of a served model, as clients see them."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -47,12 +48,16 @@ def run(loaded: Loaded[BenchServeOptions], conventions: Conventions = FALCONET) 
     line, screen = loaded.line, Screen()
     options, note = _options(loaded, screen), _each_once(screen.line)
     _note_unused(options, line, screen)
-    with (
-        terminated_as_interrupted(),
-        writing.scratch() as home,
-        bench_servers.opened(options, line, note) as targets,
-    ):
-        servers = _servers(options, targets, Path(home))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(terminated_as_interrupted())
+        count = options.load.client_cores
+        cores = stack.enter_context(load_test.cores_apart(count)) if count else ()
+        home = stack.enter_context(writing.scratch())
+        targets = stack.enter_context(bench_servers.opened(options, line, note))
+        servers = {
+            name: server._replace(job=replace(server.job, cores=cores))
+            for name, server in _servers(options, targets, Path(home)).items()
+        }
         if options.load.check_answers:
             servers = _with_expected(servers, options, line, note)
         if len(servers) > 1:
@@ -268,10 +273,12 @@ def _show(
 
 def _clients(options: BenchServeOptions) -> str:
     load = options.load
-    protocol = "" if load.protocol == "http" else ", gRPC"
-    if load.request_type == "ASYNC":
-        return f"{counted(load.clients, 'client')}, ASYNC, {counted(load.window, 'request')} in flight each{protocol}"
-    return f"{counted(load.clients, 'client')}, SYNC{protocol}"
+    how = ["SYNC"] if load.request_type == "SYNC" else ["ASYNC", f"{counted(load.window, 'request')} in flight each"]
+    if load.protocol == "grpc":
+        how.append("gRPC")
+    if load.client_cores:
+        how.append(f"on {counted(load.client_cores, 'core')} of their own")
+    return ", ".join([counted(load.clients, "client"), *how])
 
 
 def _times(found: Together, options: BenchServeOptions) -> dict[str, object]:

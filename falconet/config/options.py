@@ -721,6 +721,8 @@ class Load:
     """What the clients speak; the port of --url must be that protocol's."""
     clients: Annotated[int, AtLeast(1)] = 1
     """Processes that send requests in parallel."""
+    client_cores: Annotated[int, AtLeast(0)] = 0
+    """CPU cores for the clients alone; the server gets the others. 0: all share all cores."""
     request_type: Literal["SYNC", "ASYNC"] = "SYNC"
     """SYNC: a client waits for each answer before the next request; ASYNC: it keeps --window requests in flight."""
     window: Annotated[int, AtLeast(1)] = 4

@@ -2,10 +2,13 @@
 
 import contextlib
 import http.server
+import json
 import math
+import os
 import subprocess
+import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -54,6 +57,7 @@ def test_difference_is_relative_to_the_largest_score():
     assert difference(expected * math.nan, expected) == math.inf
 
 
+CLIENT = (sys.executable, "-m", "falconet.bench.client")
 LINES = {
     "serving m at http://127.0.0.1:8000: input": ("m", "http://127.0.0.1:8000", None),
     "serving m at http://[::1]:1 and grpc://[::1]:2: input": ("m", "http://[::1]:1", "[::1]:2"),
@@ -112,6 +116,28 @@ def test_wrong_answers_are_counted(job):
         (outcome,) = load_test.run_clients(replace(job, port=found.port, count=4), 1)
     assert outcome.wrong == 4
     assert outcome.apart == pytest.approx(1.0)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+def test_clients_run_on_cores_of_their_own(job):
+    before = os.sched_getaffinity(0)
+    with load_test.cores_apart(1) as cores, running() as found:
+        assert os.sched_getaffinity(0) == before - set(cores)
+        with subprocess.Popen(CLIENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+            client.stdin.write(json.dumps(asdict(replace(job, port=found.port, cores=cores))) + "\n")
+            client.stdin.flush()
+            assert client.stdout.readline() == "ready\n"
+            assert os.sched_getaffinity(client.pid) == set(cores)
+            client.stdin.close()
+    assert os.sched_getaffinity(0) == before
+    assert len(cores) == 1
+
+
+def test_the_server_keeps_a_core():
+    count = len(os.sched_getaffinity(0))
+    with pytest.raises(ConfigError, match=f"got {count} of {count}, expected at least one left for the server"):
+        load_test.cores_apart(count).__enter__()
 
 
 @pytest.mark.dist
