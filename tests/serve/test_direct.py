@@ -1,7 +1,5 @@
 """Direct answers: the same as those of the application, which gets everything unusual."""
 
-import time
-
 import numpy as np
 import pytest
 
@@ -41,7 +39,7 @@ def settled(found):
     connection = connected(found.port)
     connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert first(connection)[0][0] == 200
-    time.sleep(0.05)  # until it waits for the next one; earlier, that would be aiohttp's
+    until(lambda: found.connections[-1].is_idle)  # the next one would be aiohttp's before
     return connection
 
 
@@ -110,7 +108,7 @@ def test_a_client_that_leaves_before_its_body_has_arrived_is_recorded():
     with nothing_logged(), running(telemetry=Telemetry(Metrics(), [records.append])) as found:
         with settled(found) as connection:
             connection.sendall(head + body[:10])
-            time.sleep(0.05)
+            until(lambda: any(payload.total_bytes == 10 for _, payload in found.connections[-1]._messages))
         until(lambda: any(record.status == "499" for record in records))
     (gone,) = [record for record in records if record.status == "499"]
     assert (gone.route, gone.bytes_in, gone.reason) == ("/v2/models/{model}/infer", 10, "client_gone")
