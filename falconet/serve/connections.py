@@ -190,8 +190,9 @@ class Connection(web.RequestHandler):
             resp = refusal(resp.status, f"{request.method} {request.path[:80]}: {resp.reason.lower()}", allowed)
         if CURRENT.get() is None:  # refused before the application got it
             assert isinstance(resp, web.Response)
+            error = json.loads(resp.text or "{}")["error"]
             record = self._telemetry.refused(
-                client=request.remote or "", status=resp.status, error=json.loads(resp.text or "{}")["error"]
+                client=request.remote or "", status=resp.status, error=error, bytes_out=resp.content_length or 0
             )
             resp.headers[ID] = record.id
         if self.is_draining and not self._messages:  # requests that were sent without waiting for this answer

@@ -178,10 +178,10 @@ class Repository:
             raise UnavailableError(str(error)) from error
 
     def index(self) -> list[Listed]:
-        """All models that the server knows, loaded or not."""
+        """All models that the server knows, loaded or not; first the one of requests that name none."""
         rows = [
             Listed(name, model.served.version, "READY", self._reasons.get(name, ""))
-            for name, model in self._models.items()
+            for name, model in sorted(self._models.items(), key=lambda each: each[0] != self.preferred)
         ]
         others = sorted(self._known().keys() - self._models.keys())
         return [*rows, *(Listed(name, "", "UNAVAILABLE", self._reasons.get(name, "unloaded")) for name in others)]
@@ -195,7 +195,9 @@ class Repository:
         loading = asyncio.get_running_loop().create_task(self._loaded(name))
         self._tasks.add(loading)
         loading.add_done_callback(self._forget)
-        return await asyncio.shield(loading)
+        model = await asyncio.shield(loading)
+        records.note_model(name, model.served.version)
+        return model
 
     async def _loaded(self, name: str) -> Model:
         async with self._opening:
@@ -226,6 +228,7 @@ class Repository:
             if model is None:
                 raise UnknownModelError(f"'{name[:SHOWN]}' is not loaded{_meant(name, self._models)}")
             self._reasons.pop(name, None)
+            records.note_model(name, model.served.version)
             self._retire(model)
 
     def _retire(self, model: Model) -> None:

@@ -44,11 +44,11 @@ class Telemetry:
             for observe in self._observers:
                 observe(record)
 
-    def refused(self, *, client: str, status: int, error: str) -> Record:
+    def refused(self, *, client: str, status: int, error: str, bytes_out: int) -> Record:
         """Show a request that was refused before it could be followed: it is not HTTP, or its headers are too long."""
         record = Record(id=request_id(None), client=client, method="", route="")
         with self.following(record):
-            record.status, record.error = str(status), error
+            record.status, record.error, record.bytes_out = str(status), error, bytes_out
             record.reason = "malformed" if status == 400 else reason_of_status(status)
         return record
 

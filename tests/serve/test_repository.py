@@ -217,6 +217,16 @@ def test_the_index_lists_what_is_loaded_and_what_could_be():
     in_loop(scenario())
 
 
+def test_the_model_of_requests_without_a_name_is_listed_first_also_after_it_was_loaded_anew():
+    async def scenario():
+        found = repository(Weights("birds"), Weights("cats"), preferred="birds")
+        await found.unload("birds")
+        await found.load("birds")
+        return [each.name for each in found.index()]
+
+    assert in_loop(scenario()) == ["birds", "cats"]
+
+
 def test_weights_that_cannot_be_opened_are_tried_again_and_the_reason_is_said_once(monkeypatch):
     """A passing shortage: nothing about the weights changes."""
     monkeypatch.setattr(repositories, "AGAIN_SECONDS", 0.001)
