@@ -186,8 +186,10 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send an answer; while draining, the last one of the connection says so."""
         if isinstance(resp, web.HTTPException):  # from the router: unknown path or method
-            allowed = {"Allow": resp.headers["Allow"]} if "Allow" in resp.headers else None
-            resp = refusal(resp.status, f"{request.method} {request.path[:80]}: {resp.reason.lower()}", allowed)
+            allowed = {"Allow": resp.headers["Allow"]} if "Allow" in resp.headers else {}
+            expected = "".join(f"; expected {methods.replace(',', ' or ')}" for methods in allowed.values())
+            asked = f"{request.method} {request.path[:80]}"
+            resp = refusal(resp.status, f"{asked}: {resp.reason.lower()}{expected}", allowed)
         if CURRENT.get() is None:  # refused before the application got it
             assert isinstance(resp, web.Response)
             error = json.loads(resp.text or "{}")["error"]
