@@ -259,7 +259,11 @@ def test_damaged_requests_are_answered_in_json_and_harm_nothing(seed):
         before, deadline, rounds = memory(process, "VmRSS"), time.monotonic() + FUZZ_SECONDS / 2, 0
         while time.monotonic() < deadline:
             rounds += 1
-            for status, headers, content in answers(exchanged(port, fuzz), partial=True):
+            answer = exchanged(port, fuzz)
+            if b"Content-Type: text/html" in answer:  # a damaged address may be that of the page
+                assert b" 200 OK\r\n" in answer
+                continue
+            for status, headers, content in answers(answer, partial=True):
                 seen[status] = seen.get(status, 0) + 1
                 assert 200 <= status < 500, content
                 assert headers["content-type"].startswith("application/json") or HEADER.lower() in headers
