@@ -145,6 +145,8 @@ class Running:
         self.port = self.socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
+        self.connections, connection = [], self.front.connection  # the server's side of each, in their order
+        self.front.connection = lambda *given: self.connections.append(connection(*given)) or self.connections[-1]
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
         self._thread.start()
         assert self._started.wait(LIMIT)

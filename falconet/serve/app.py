@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
-from falconet.errors import UserError
+from falconet.errors import UserError, did_you_mean
 from falconet.infer.predictor import Scores
 from falconet.serve import bodies, protocol, records, site, uploads
 from falconet.serve.access import OPEN, Access, Handler
@@ -24,6 +24,7 @@ from falconet.serve.repository import Model, Repository
 from falconet.serve.telemetry import Telemetry
 
 TOP = 5  # classes of a photo, unless the request says how many
+QUERY = frozenset({"model", "top", "version"})  # what a request with photos may have in its address
 
 
 class FrontEnd:
@@ -92,6 +93,9 @@ class FrontEnd:
     # Photos.
 
     async def _predict(self, request: web.Request) -> web.Response:
+        for name in request.query.keys() - QUERY:
+            meant = did_you_mean(name[: protocol.SHOWN], QUERY)
+            raise RequestError(f"?{name[: protocol.SHOWN]}: unknown, expected {', '.join(sorted(QUERY))}{meant}")
         name, version = request.query.get("model", ""), request.query.get("version", "")
         with self._used(name, version) as model:
             length = bodies.announced(request, most=self._most_body, kind="a request with photos")

@@ -2,24 +2,34 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 
-from falconet.serve.refusals import OverloadedError, RequestError, TooLargeError
+from falconet.serve.refusals import OverloadedError, RequestError, SlowError, TooLargeError
 
 SECONDS = 60.0  # to receive a whole body
+STEP = 64 << 10  # bytes; a body that is not this much further after STEP_SECONDS is slow
+STEP_SECONDS = 2.0
 PAGE = 2 << 20  # bytes that the system may allocate on the first write: a huge page
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+IS_EXPECTED = web.RequestKey("is_expected", bool)  # whether the client waits for CONTINUE before it sends the body
 Bytes = npt.NDArray[np.uint8]  # one dimension
 
 
 class Memory:
-    """A limit on the memory of all request bodies, so that no number of clients can exhaust the machine."""
+    """A limit on the memory of all request bodies, so that no number of clients can exhaust the machine.
+
+    If it is reached, the slowest of the bodies that are still received give way: clients that send little and hold on
+    do not keep out others.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = self._free = most  # bytes
+        self._arriving: set[Body] = set()
 
     def require(self, most: int) -> None:
         """Raise the limit to this many bytes, for a model with larger requests."""
@@ -29,7 +39,7 @@ class Memory:
     @contextlib.contextmanager
     def reserved(self, length: int) -> Iterator["Body"]:
         """A buffer of this many bytes; only what has been received counts against the limit."""
-        body = Body(length, self._take)
+        body = Body(length, self)
         try:
             yield body
         finally:
@@ -38,16 +48,31 @@ class Memory:
     @contextlib.contextmanager
     def held(self, length: int) -> Iterator[None]:
         """Count what was received elsewhere."""
-        self._take(length)
+        self.take(length)
         try:
             yield
         finally:
             self._free += length
 
-    def _take(self, length: int) -> None:
-        if length > self._free:
-            raise OverloadedError("out of memory for request bodies; try again later")
+    def take(self, length: int, by: "Body | None" = None) -> None:
+        """Count so many bytes, `by` a body that grows; OverloadedError if there are not as many."""
+        while length > self._free:
+            slow = [body for body in self._arriving if body is not by and body.stuck > STEP_SECONDS]
+            if not slow:
+                raise OverloadedError("out of memory for request bodies; try again later")
+            slowest = max(slow, key=lambda body: body.stuck)
+            self._arriving.discard(slowest)
+            self._free += slowest.give_way()
         self._free -= length
+
+    @contextlib.contextmanager
+    def may_reclaim(self, body: "Body") -> Iterator[None]:
+        """Inside the context, a body is received, and may have to give way."""
+        self._arriving.add(body)
+        try:
+            yield
+        finally:
+            self._arriving.discard(body)
 
 
 class Body:
@@ -56,24 +81,54 @@ class Body:
     Memory is allocated when it is first written: a client that announces much and sends little takes little.
     """
 
-    def __init__(self, length: int, take: Callable[[int], None]) -> None:
-        self.bytes: Bytes = np.empty(length, dtype=np.uint8)  # not filled with zeros first, unlike a bytearray
+    def __init__(self, length: int, memory: Memory) -> None:
+        self.length = length
+        self.bytes: Bytes = np.empty(min(length, STEP), dtype=np.uint8)  # all of it only for those that send more
         self.received = self.counted = 0
-        self._take = take
-        self._count()
+        self._limit: asyncio.Timeout | None = None  # on the time to receive it
+        self.has_given_way = False
+        self._memory = memory
+        self._moved, self._next = time.monotonic(), STEP  # when it was last not slow; bytes at which it is again
+        self._count(len(self.bytes))
 
     def add(self, chunk: bytes) -> None:
         """Append a chunk."""
         at, self.received = self.received, self.received + len(chunk)
-        self._count()
+        if self.received > len(self.bytes):
+            self._count(min(self.length, (self.received // PAGE + 1) * PAGE))
+            first, self.bytes = self.bytes[:at], np.empty(self.length, dtype=np.uint8)  # unlike a bytearray, not zeros
+            self.bytes[:at] = first
+        elif self.received > self.counted:
+            self._count(min(self.length, (self.received // PAGE + 1) * PAGE))
         self.bytes[at : self.received] = np.frombuffer(chunk, dtype=np.uint8)  # releases the GIL
+        if self.received >= self._next:
+            self._moved, self._next = time.monotonic(), self.received + STEP
 
-    def _count(self) -> None:
-        """Count page by page, starting with the first."""
-        reached = min(len(self.bytes), (self.received // PAGE + 1) * PAGE)
-        if reached > self.counted:
-            self._take(reached - self.counted)
-            self.counted = reached
+    def _count(self, reached: int) -> None:
+        self._memory.take(reached - self.counted, by=self)
+        self.counted = reached
+
+    @contextlib.asynccontextmanager
+    async def arriving(self) -> AsyncIterator[None]:
+        """Inside the context, it is received; TimeoutError if that takes long, or if it has to give way to others."""
+        async with asyncio.timeout(SECONDS) as self._limit:
+            with self._memory.may_reclaim(self):
+                yield
+            if self.has_given_way:  # as its last bytes arrived
+                raise TimeoutError
+
+    @property
+    def stuck(self) -> float:
+        """Seconds in which it got no further by STEP."""
+        return time.monotonic() - self._moved
+
+    def give_way(self) -> int:
+        """Be received no longer; returns the bytes that are free again."""
+        self.has_given_way = True
+        freed, self.counted = self.counted, 0
+        if self._limit is not None:
+            self._limit.reschedule(0)
+        return freed
 
 
 def announced(request: web.Request, *, most: int, kind: str) -> int:
@@ -96,11 +151,17 @@ class LengthRequiredError(RequestError):
 
 async def receive(body: Body, request: web.Request) -> None:
     """Receive the whole body in place; `request.read()` would copy it twice more."""
+    begun = time.monotonic()
     try:
-        async with asyncio.timeout(SECONDS):
+        async with body.arriving():
+            if request.get(IS_EXPECTED):  # not before now: the request might have been refused
+                await request.writer.write(CONTINUE)
+                request.writer.output_size = 0  # of the answer
             async for chunk in request.content.iter_any():
                 body.add(chunk)
     except TimeoutError:
-        raise RequestError(f"received only {body.received:,} of {len(body.bytes):,} bytes in {SECONDS:g} s") from None
-    if body.received < len(body.bytes):
-        raise RequestError(f"the body ends after {body.received:,} of {len(body.bytes):,} bytes")
+        so_far = f"received only {body.received:,} of {body.length:,} bytes in {time.monotonic() - begun:.3g} s"
+        why = ", and their memory is needed for other requests" if body.has_given_way else ""
+        raise SlowError(f"{so_far}{why}; send faster, or less") from None
+    if body.received < body.length:
+        raise RequestError(f"the body ends after {body.received:,} of {body.length:,} bytes")

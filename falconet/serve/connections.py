@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import signal
 import socket
@@ -12,13 +13,18 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from aiohttp import web
+from aiohttp import hdrs, web
+from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.http_exceptions import LineTooLong
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from falconet import exits
 from falconet.errors import ConfigError, memory_shortage, printable
 from falconet.exits import DONE, INTERRUPTED
+from falconet.serve.bodies import IS_EXPECTED
+from falconet.serve.records import CURRENT
 from falconet.serve.refusals import ComputingError, RefusedError
+from falconet.serve.telemetry import ID, Telemetry
 
 IDLE_SECONDS = 75.0  # to receive a request line and headers; aiohttp's default is an hour
 ANSWER_SECONDS = 60.0  # for a client to take what was sent to it
@@ -85,7 +91,7 @@ def log_failure(error: RefusedError) -> None:
 class Connection(web.RequestHandler):
     """A client's connection, whose errors are JSON, also those before there is a request."""
 
-    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, telemetry: Telemetry) -> None:
         super().__init__(
             server,
             loop=loop,
@@ -97,6 +103,8 @@ class Connection(web.RequestHandler):
             auto_decompress=False,
         )
         self.is_draining = False
+        self._telemetry = telemetry
+        self._made, self._request_factory = self._request_factory, self._request
         self._clock = loop
         self._wire: asyncio.Transport | None = None  # aiohttp forgets its own while the last bytes are still sent
         self._unread: asyncio.TimerHandle | None = None
@@ -121,6 +129,20 @@ class Connection(web.RequestHandler):
         super().resume_writing()
         assert self._unread is not None
         self._unread.cancel()
+
+    def _request(self, message: RawRequestMessage, *others: Any) -> web.BaseRequest:
+        """A request whose client is not invited to send the body before it is needed.
+
+        Aiohttp would do so before it looks at a key, an address or a length, and the client would send it for nothing.
+        """
+        assert self._made is not None
+        expected = message.headers.get(hdrs.EXPECT, "").lower() == "100-continue" and message.version == HttpVersion11
+        if not expected:
+            return self._made(message, *others)
+        fields = [(name, value) for name, value in message.headers.items() if name.lower() != "expect"]
+        request = self._made(message._replace(headers=CIMultiDictProxy(CIMultiDict(fields))), *others)
+        request[IS_EXPECTED] = True
+        return request
 
     @property
     def is_idle(self) -> bool:
@@ -164,8 +186,17 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send an answer; while draining, the last one of the connection says so."""
         if isinstance(resp, web.HTTPException):  # from the router: unknown path or method
-            allowed = {"Allow": resp.headers["Allow"]} if "Allow" in resp.headers else None
-            resp = refusal(resp.status, f"{request.method} {request.path[:80]}: {resp.reason.lower()}", allowed)
+            allowed = {"Allow": resp.headers["Allow"]} if "Allow" in resp.headers else {}
+            expected = "".join(f"; expected {methods.replace(',', ' or ')}" for methods in allowed.values())
+            asked = f"{request.method} {request.path[:80]}"
+            resp = refusal(resp.status, f"{asked}: {resp.reason.lower()}{expected}", allowed)
+        if CURRENT.get() is None:  # refused before the application got it
+            assert isinstance(resp, web.Response)
+            error = json.loads(resp.text or "{}")["error"]
+            record = self._telemetry.refused(
+                client=request.remote or "", status=resp.status, error=error, bytes_out=resp.content_length or 0
+            )
+            resp.headers[ID] = record.id
         if self.is_draining and not self._messages:  # requests that were sent without waiting for this answer
             resp.force_close()
         return await super().finish_response(request, resp, start_time)

@@ -54,7 +54,7 @@ class Direct:
         self, repository: Repository, infer: Infer, *, memory: Memory, access: Access, telemetry: Telemetry
     ) -> None:
         self._repository, self._infer, self._memory = repository, infer, memory
-        self._access, self._telemetry = access, telemetry
+        self._access, self.telemetry = access, telemetry
 
     def begin(self, message: object, client: str) -> Request | None:
         """The request that has these headers, if it is to be answered here; `client` is an address."""
@@ -86,7 +86,7 @@ class Direct:
     async def answer(self, request: Request, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
         """The status, headers and body of the answer to a request that has arrived whole."""
         record = request.record
-        with self._telemetry.following(record):
+        with self.telemetry.following(record):
             record.bytes_in = len(body)
             try:
                 status, (answer, headers) = 200, await self._answered(request, body)
@@ -106,8 +106,8 @@ class Direct:
             return await self._infer(model, memoryview(body), request.json_length)
 
     def forget(self, request: Request, received: int) -> None:
-        """The client has disconnected before all of its body had arrived."""
-        with self._telemetry.following(request.record) as record:
+        """The client has disconnected before its request was looked at."""
+        with self.telemetry.following(request.record) as record:
             record.status, record.reason, record.bytes_in = GONE, "client_gone", received
 
 
@@ -118,7 +118,7 @@ class DirectConnection(Connection):
     """
 
     def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, direct: Direct) -> None:
-        super().__init__(server, loop)
+        super().__init__(server, loop, direct.telemetry)
         self._direct = direct
         self._held: asyncio.Future[None] | None = None  # aiohttp's waiter
         self._begun: Request | None = None  # the first in the queue, until its body has arrived
@@ -160,8 +160,9 @@ class DirectConnection(Connection):
             self._parser.message_consumed()
             if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
                 self._resume_reading_if_drained()  # aiohttp stops reading while 32 requests wait
-            self._answering = self._clock.create_task(self._answer(request, payload.read_nowait()))
-            self._answering.add_done_callback(lambda done: self._ended(request, done))
+            body = payload.read_nowait()
+            self._answering = self._clock.create_task(self._answer(request, body))
+            self._answering.add_done_callback(lambda done: self._ended(request, len(body), done))
         elif self._slow is None:
             self._slow = self._clock.call_later(SOON_SECONDS, self._let_aiohttp)
 
@@ -194,9 +195,11 @@ class DirectConnection(Connection):
         if self.transport is not None:
             self.transport.write(written(status, headers, answer))
 
-    def _ended(self, request: Request, done: "asyncio.Task[None]") -> None:
+    def _ended(self, request: Request, received: int, done: "asyncio.Task[None]") -> None:
         self._answering = None
         if done.cancelled():  # the client has gone
+            if request.record.status != GONE:  # before the task began
+                self._direct.forget(request, received)
             return
         if (error := done.exception()) is not None:
             LOG.error("%s", printable(f"POST {request.path[:LONGEST]}"), exc_info=error)

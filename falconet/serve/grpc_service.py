@@ -21,6 +21,7 @@ from falconet.serve.refusals import (
     OverloadedError,
     RefusedError,
     RequestError,
+    SlowError,
     UnavailableError,
     UnknownModelError,
 )
@@ -39,6 +40,7 @@ CODES = {  # by the status that HTTP has for it; 429 is UNAVAILABLE in gRPC's ow
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.INVALID_ARGUMENT,  # not DEADLINE_EXCEEDED: the client's own time is not over
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,  # as gRPC itself answers a message that is too large
     429: grpc.StatusCode.UNAVAILABLE,
     500: grpc.StatusCode.INTERNAL,
@@ -258,7 +260,7 @@ async def _received(context: Any, slots: asyncio.Semaphore) -> bytes:
         async with asyncio.timeout(bodies.SECONDS), slots:
             body = await context.read()
     except TimeoutError:
-        raise RequestError(f"the request was not received in {bodies.SECONDS:g} s") from None
+        raise SlowError(f"the request was not received in {bodies.SECONDS:g} s") from None
     if body is grpc.aio.EOF:
         raise RequestError("the call ended without a request")
     return bytes(body)

@@ -59,6 +59,10 @@ REFUSALS = {
     "NoKey": ("The API key is missing or wrong", "API key: missing; send Authorization: Bearer KEY"),
     "Forbidden": ("The server was started without `--repository`", "loading and unloading is off; see --repository"),
     "NoModel": ("There is no such model, or no such version of it", "there is no model 'brids'; did you mean 'birds'?"),
+    "Slow": (
+        "The request was not received in time",
+        "received only 9,000 of 80,000 bytes in 60 s; send faster, or less",
+    ),
     "NoLength": ("The request has no Content-Length", "Content-Length: required"),
     "TooLarge": ("The request is too large", "Content-Length: got 80,000,000, expected at most 67,108,864"),
     "Overloaded": ("Too many requests are waiting", "256 images are waiting; try again later"),
@@ -71,6 +75,7 @@ _CODES = {
     "401": "NoKey",
     "403": "Forbidden",
     "404": "NoModel",
+    "408": "Slow",
     "411": "NoLength",
     "413": "TooLarge",
     "429": "Overloaded",
@@ -78,7 +83,7 @@ _CODES = {
     "503": "NotReady",
     "504": "Late",
 }
-_OF_WORK = ("400", "401", "404", "411", "413", "429", "500", "503", "504")
+_OF_WORK = ("400", "401", "404", "408", "411", "413", "429", "500", "503", "504")
 
 
 def _refused(about: str, example: str) -> Json:

@@ -35,6 +35,13 @@ class UnknownModelError(RefusedError):
     status = 404
 
 
+class SlowError(RefusedError):
+    """The request was not received in time."""
+
+    status = 408
+    headers: Mapping[str, str] = {"Connection": "close"}  # what else it sends is not read
+
+
 class TooLargeError(RefusedError):
     """The request has more bytes than are read."""
 

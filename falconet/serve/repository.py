@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,12 +18,14 @@ from falconet.report.console import Say
 from falconet.serve import protocol, records
 from falconet.serve.batching import Batcher, Computed, Counts, Executed, Policy
 from falconet.serve.protocol import Served
-from falconet.serve.refusals import RequestError, UnavailableError, UnknownModelError
+from falconet.serve.refusals import RefusedError, RequestError, UnavailableError, UnknownModelError
 
 Decode = Callable[[memoryview], npt.NDArray[np.uint8]]  # an encoded photo -> S x S x 3; UnreadableImageError
 State = Literal["READY", "UNAVAILABLE"]
 SHOWN = 80  # characters of a client's name in an error
 HUNG_SECONDS = 120.0  # of one batch, after which a model is not ready: a device may never return
+AGAIN_SECONDS = 30.0  # after which weights that could not be opened are tried again, then after twice as long, ...
+LAST_AGAIN_SECONDS = 3600.0  # ... up to this: an attempt takes seconds of all cores
 MOST_FAILED = 3  # failed batches in a row after which a model is not ready: a broken device fails on all
 
 
@@ -51,6 +54,18 @@ class Listed(NamedTuple):
     version: str
     state: State
     reason: str  # why it is not ready, or why a newer checkpoint was not taken
+
+
+class Tried(NamedTuple):
+    """Weights that a watched model was to be swapped for."""
+
+    stamp: object
+    wait: float = 0.0  # seconds between the next try and the one after it
+    again: float = 0.0  # when they may be tried; a time of the loop's clock
+
+    def once_more(self, now: float) -> "Tried":
+        """They are being tried now."""
+        return Tried(self.stamp, wait=min(2 * self.wait, LAST_AGAIN_SECONDS), again=now + self.wait)
 
 
 class Model:
@@ -163,10 +178,10 @@ class Repository:
             raise UnavailableError(str(error)) from error
 
     def index(self) -> list[Listed]:
-        """All models that the server knows, loaded or not."""
+        """All models that the server knows, loaded or not; first the one of requests that name none."""
         rows = [
             Listed(name, model.served.version, "READY", self._reasons.get(name, ""))
-            for name, model in self._models.items()
+            for name, model in sorted(self._models.items(), key=lambda each: each[0] != self.preferred)
         ]
         others = sorted(self._known().keys() - self._models.keys())
         return [*rows, *(Listed(name, "", "UNAVAILABLE", self._reasons.get(name, "unloaded")) for name in others)]
@@ -180,7 +195,9 @@ class Repository:
         loading = asyncio.get_running_loop().create_task(self._loaded(name))
         self._tasks.add(loading)
         loading.add_done_callback(self._forget)
-        return await asyncio.shield(loading)
+        model = await asyncio.shield(loading)
+        records.note_model(name, model.served.version)
+        return model
 
     async def _loaded(self, name: str) -> Model:
         async with self._opening:
@@ -211,6 +228,7 @@ class Repository:
             if model is None:
                 raise UnknownModelError(f"'{name[:SHOWN]}' is not loaded{_meant(name, self._models)}")
             self._reasons.pop(name, None)
+            records.note_model(name, model.served.version)
             self._retire(model)
 
     def _retire(self, model: Model) -> None:
@@ -230,21 +248,26 @@ class Repository:
 
     async def watch(self, *, seconds: float, say: Say) -> None:
         """Swap in newer weights as they appear, until cancelled; `say` gets a line for each, or why not."""
-        tried: dict[str, object] = {}  # by name: the last stamp whose weights were opened, or could not be
+        tried: dict[str, Tried] = {}  # by name
         told: dict[str, str] = {}  # by name: the last reason
+        now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(seconds)
             for name, model in list(self._models.items()):
                 try:
                     stamp = await asyncio.get_running_loop().run_in_executor(self._opener, self.sources()[name].stamp)
-                    if stamp in (model.stamp, tried.get(name)):
+                    last = tried.get(name)
+                    if last is None or last.stamp != stamp:
+                        last = Tried(stamp, wait=AGAIN_SECONDS)
+                    if stamp == model.stamp or now() < last.again:
                         continue
-                    tried[name] = stamp
+                    tried[name] = last.once_more(now())
                     newer = await self.load(name)
+                    tried[name] = Tried(stamp, again=math.inf)
                     say(f"{name}: version {newer.served.version} takes the place of {model.served.version}")
                     told.pop(name, None)
-                except (UserError, OSError, KeyError, UnknownModelError) as error:
-                    reason = str(error) if isinstance(error, UserError | OSError) else "is gone"
+                except (UserError, OSError, RuntimeError, KeyError, RefusedError) as error:
+                    reason = _reason(error)
                     if told.get(name) != reason:
                         say(f"{name}: stays at version {model.served.version}: {reason}")
                     told[name] = reason
@@ -254,6 +277,15 @@ class Repository:
         self._opener.shutdown(wait=False, cancel_futures=True)
         for model in self._models.values():
             model.batcher.close(wait=False)
+
+
+def _reason(error: Exception) -> str:
+    """Why newer weights were not taken, in one line."""
+    if isinstance(error, KeyError | UnknownModelError):
+        return "is gone"
+    if isinstance(error, RuntimeError):
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return str(error)
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

@@ -1,7 +1,9 @@
 """What a server's command line names: runs, checkpoints and weights, each opened under a name."""
 
+import math
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from falconet.infer.predictor import open_served
 from falconet.parallel import world
 from falconet.report.console import Say, counted
 from falconet.serve.protocol import Served
-from falconet.serve.repository import Opened, Source
+from falconet.serve.repository import AGAIN_SECONDS, Opened, Source
 
 MAX_BATCH = 64
 CHECKPOINTS, EXPORTS = "checkpoints", "export"  # their folders in a run folder
@@ -164,6 +166,9 @@ class Stamps:
     _seen: object = None  # files, when `settled` looked last
     _listed: object = None  # files, when `_stamp` was found
     _stamp: object = None
+    _problem: str = ""  # why there is none
+    _again: float = math.inf  # when to look again even so: what was skipped may have failed for a passing reason
+    _told: frozenset[str] = frozenset()  # lines about what was skipped
     _looking: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -183,10 +188,14 @@ class Stamps:
             return None
         with self._looking:
             listed = self._listing(self.path)
-            if listed != self._listed:
-                single = self.is_export or self.path.is_file()
-                self._stamp = listed if single else self._chosen(self.path, say)
+            if listed != self._listed or time.monotonic() > self._again:
+                if self.is_export or self.path.is_file():
+                    self._stamp = listed
+                else:
+                    self._choose(self.path, say)
                 self._listed = listed
+            if self._problem:
+                raise CheckpointError(self._problem)
             return self._stamp
 
     def _listing(self, path: Path) -> object:
@@ -202,6 +211,16 @@ class Stamps:
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from error
 
-    def _chosen(self, path: Path, say: Say) -> object:
-        folder, manifest = format.choose(path, self.which, say)
-        return folder, sorted((name, record.sha256) for name, record in manifest.files.items())
+    def _choose(self, path: Path, say: Say) -> None:
+        noted, self._problem = list[str](), ""
+        try:
+            folder, manifest = format.choose(path, self.which, noted.append)
+            self._stamp = folder, sorted((name, record.sha256) for name, record in manifest.files.items())
+        except CheckpointError as error:
+            self._problem = str(error)
+        for line in noted:
+            if line not in self._told:
+                say(line)
+        self._told = frozenset(noted)
+        is_doubtful = self._problem or any(line.startswith("skipped ") for line in noted)
+        self._again = time.monotonic() + AGAIN_SECONDS if is_doubtful else math.inf

@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -43,6 +44,14 @@ class Telemetry:
             for observe in self._observers:
                 observe(record)
 
+    def refused(self, *, client: str, status: int, error: str, bytes_out: int) -> Record:
+        """Show a request that was refused before it could be followed: it is not HTTP, or its headers are too long."""
+        record = Record(id=request_id(None), client=client, method="", route="")
+        with self.following(record):
+            record.status, record.error, record.bytes_out = str(status), error, bytes_out
+            record.reason = "malformed" if status == 400 else reason_of_status(status)
+        return record
+
     def follow(self, app: web.Application) -> None:
         """Follow the requests of an application, around the middlewares that are added later."""
         app.middlewares.append(self._followed())
@@ -67,7 +76,7 @@ class Telemetry:
                     if isinstance(response, web.Response):
                         record.bytes_out = response.content_length or 0
                 except web.HTTPException as error:  # from the router
-                    record.status, record.reason = str(error.status), error.reason.lower().replace(" ", "_")
+                    record.status, record.reason = str(error.status), reason_of_status(error.status)
                     record.error = error.reason.lower()
                     raise
                 except asyncio.CancelledError:
@@ -83,6 +92,11 @@ class Telemetry:
 async def _identified(_: web.Request, response: web.StreamResponse) -> None:
     if (record := CURRENT.get()) is not None:
         response.headers[ID] = record.id
+
+
+def reason_of_status(status: int) -> str:
+    """A refusal by aiohttp in words."""
+    return HTTPStatus(status).phrase.lower().replace(" ", "_")
 
 
 def request_id(sent: str | None) -> str:

@@ -1,7 +1,5 @@
 """Direct answers: the same as those of the application, which gets everything unusual."""
 
-import time
-
 import numpy as np
 import pytest
 
@@ -41,7 +39,7 @@ def settled(found):
     connection = connected(found.port)
     connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert first(connection)[0][0] == 200
-    time.sleep(0.05)  # until it waits for the next one; earlier, that would be aiohttp's
+    until(lambda: found.connections[-1].is_idle)  # the next one would be aiohttp's before
     return connection
 
 
@@ -110,16 +108,36 @@ def test_a_client_that_leaves_before_its_body_has_arrived_is_recorded():
     with nothing_logged(), running(telemetry=Telemetry(Metrics(), [records.append])) as found:
         with settled(found) as connection:
             connection.sendall(head + body[:10])
-            time.sleep(0.05)
+            until(lambda: any(payload.total_bytes == 10 for _, payload in found.connections[-1]._messages))
         until(lambda: any(record.status == "499" for record in records))
     (gone,) = [record for record in records if record.status == "499"]
     assert (gone.route, gone.bytes_in, gone.reason) == ("/v2/models/{model}/infer", 10, "client_gone")
 
 
-def test_a_client_that_leaves_while_it_waits_frees_its_place():
-    lane = Held()
+def test_a_client_that_leaves_before_its_request_is_looked_at_is_recorded_once():
+    """The connection is lost as the last bytes arrive, before the task that answers has begun."""
+    records = []
     head, body = infer(pixels(1))
-    with nothing_logged(), running(lane, max_delay=0.0) as found:
+    with nothing_logged(), running(telemetry=Telemetry(Metrics(), [records.append])) as found:
+        with settled(found):
+            lost = found.connections[-1]
+
+            def receive_and_lose():
+                lost.data_received(head + body)
+                lost.connection_lost(None)
+
+            found._loop.call_soon_threadsafe(receive_and_lose)
+            until(lambda: len(records) > 1)
+        found.request(None, method="GET", path="/v2/health/live")
+    first_one, gone, last = records
+    assert (gone.status, gone.reason, gone.bytes_in) == ("499", "client_gone", len(body))
+    assert (first_one.status, last.status) == ("200", "200")
+
+
+def test_a_client_that_leaves_while_it_waits_frees_its_place_and_is_recorded_once():
+    lane, records = Held(), []
+    head, body = infer(pixels(1))
+    with nothing_logged(), running(lane, max_delay=0.0, telemetry=Telemetry(Metrics(), [records.append])) as found:
         with settled(found) as connection, connected(found.port) as working:
             working.sendall(head + body)
             lane.begun.acquire(timeout=LIMIT)
@@ -128,6 +146,7 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place():
         until(lambda: found.batcher.waiting == 0)
         lane.go.set()
     assert found.memory._free == found.memory._most
+    assert [record.status for record in records] == ["200", "499", "499"]  # health, and both that left
 
 
 def test_refusals_are_those_of_the_application(application):

@@ -303,14 +303,14 @@ def test_classes_are_answered_in_words(small, library):
 
 
 def test_concurrent_requests_share_batches_and_get_their_own_scores():
-    with nothing_logged(), running(most_bytes=MOST, max_delay=2.0) as found, talking(found) as asking:
+    """Eight clients, batches of eight, and a delay that never ends: each batch waits for all of them."""
+    with nothing_logged(), running(most_bytes=MOST, max_delay=LIMIT) as found, talking(found) as asking:
         images = [pixels(1, seed=number) for number in range(64)]
         with concurrent.futures.ThreadPoolExecutor(8) as threads:
             answers = list(threads.map(lambda each: asking.infer(NAME, tensors(each)).as_numpy("output_0"), images))
         for answer, each in zip(answers, images, strict=True):
             np.testing.assert_allclose(answer, local(each), rtol=1e-4, atol=1e-5)
-        counts = found.batcher.counts
-        assert (counts.requests, counts.executions < 40) == (64, True)
+        assert (found.batcher.counts.requests, found.batcher.counts.executions) == (64, 8)
 
 
 def test_calls_without_waiting_are_answered(small):
@@ -585,7 +585,7 @@ def test_a_late_request_leaves_the_queue(way):
         code, text = refused(lambda: asking.infer(NAME, tensors(pixels(1)), **options[way]))
         assert code == "DEADLINE_EXCEEDED"
         if way != "the call's deadline":  # then the client does not wait for the answer
-            assert re.fullmatch(r"not computed within 0\.3\d* s, the time that the request had", text)
+            assert re.fullmatch(r"not computed within [\d.]+ s, the time that the request had", text)
         until(lambda: found.batcher.waiting == 0)
         held.go.set()
         with contextlib.suppress(grpc.RpcError):  # it is late too where the server limits the time
@@ -604,7 +604,7 @@ def test_the_requests_timeout_counts_over_http_too():
         assert held.begun.acquire(timeout=LIMIT)
         with pytest.raises(InferenceServerException) as error:
             asking.infer(NAME, tensors(pixels(1), http_client), timeout=300_000)
-        assert "not computed within 0.3" in error.value.message()
+        assert re.search(r"not computed within [\d.]+ s, the time that the request had", error.value.message())
         held.go.set()
         assert begun.get_result().as_numpy("output_0").shape == (1, CLASSES)
 
@@ -776,11 +776,14 @@ NONSENSE = {
 
 @pytest.mark.dist
 def test_nonsense_and_lost_clients_leave_no_trace():
-    """Connections of every kind of nonsense, some cut and some left open, and calls that are given up."""
-    with served(f"{SMALL} --max-delay 1") as (process, _, lines):
+    """Connections of every kind of nonsense, some cut and some left open, and calls that are given up.
+
+    A full batch starts at once. Two images would wait for others until long after the client has given up.
+    """
+    with served(f"{SMALL} --max-delay {1000 * LIMIT} --request-timeout {2 * LIMIT}") as (process, _, lines):
         address = re.search(r"and grpc://(127\.0\.0\.1:\d+): ", "".join(lines))[1]
         host, port = address.split(":")
-        images = pixels(2)
+        images = pixels(4)
         with contextlib.closing(client.InferenceServerClient(address)) as asking, contextlib.ExitStack() as stack:
             expected = asking.infer(NAME, tensors(images)).as_numpy("output_0")
             before = threads_of(process)
@@ -793,8 +796,8 @@ def test_nonsense_and_lost_clients_leave_no_trace():
                         stack.enter_context(connection)  # stays open
                     else:
                         connection.close()
-                with pytest.raises(InferenceServerException):
-                    asking.infer(NAME, tensors(images), client_timeout=1e-4)
+                code, _ = refused(lambda: asking.infer(NAME, tensors(pixels(2)), client_timeout=0.1))
+                assert code == "DEADLINE_EXCEEDED"
                 found = asking.infer(NAME, tensors(images)).as_numpy("output_0")
                 np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
             assert threads_of(process) <= before + 4  # gRPC starts a few of its own, not one for each connection

@@ -121,7 +121,7 @@ def test_a_photo_is_shown_with_the_classes_that_the_server_gives(visit, real, wa
     assert found.locator("img").evaluate("async image => (await image.decode(), image.naturalWidth)") == 40
     assert re.fullmatch(r"[\d.]+\u202fms", found.locator(".server").inner_text())
     assert re.fullmatch(r"[\d.]+\u202fms", found.locator(".round-trip").inner_text())
-    assert re.fullmatch(r"decode [\d.]+, queue [\d.]+, compute [\d.]+", found.locator(".parts").inner_text())
+    assert re.fullmatch(r"decode\s[\d.]+, queue\s[\d.]+, compute\s[\d.]+", found.locator(".parts").inner_text())
 
 
 def test_every_format_is_shown_and_a_broken_file_has_the_servers_reason(visit, real):

@@ -5,13 +5,14 @@ import contextlib
 import http.client
 import json
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from falconet.errors import CheckpointError, ConfigError, DeviceError
 from falconet.infer.predictor import Lanes
-from falconet.serve import app, connections
+from falconet.serve import app, connections, served_runs
 from falconet.serve import repository as repositories
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
@@ -214,6 +215,80 @@ def test_the_index_lists_what_is_loaded_and_what_could_be():
             await found.unload("dogs")
 
     in_loop(scenario())
+
+
+def test_the_model_of_requests_without_a_name_is_listed_first_also_after_it_was_loaded_anew():
+    async def scenario():
+        found = repository(Weights("birds"), Weights("cats"), preferred="birds")
+        await found.unload("birds")
+        await found.load("birds")
+        return [each.name for each in found.index()]
+
+    assert in_loop(scenario()) == ["birds", "cats"]
+
+
+def test_weights_that_cannot_be_opened_are_tried_again_and_the_reason_is_said_once(monkeypatch):
+    """A passing shortage: nothing about the weights changes."""
+    monkeypatch.setattr(repositories, "AGAIN_SECONDS", 0.001)
+    birds, said, tries = Weights("birds", 1), [], []
+
+    def opened(open=birds.open):
+        tries.append(1)
+        if len(tries) < 4:
+            raise RuntimeError("out of memory: tried to allocate 1 GiB" if len(tries) < 3 else "device lost\nand more")
+        return open()
+
+    async def scenario():
+        found = repository(birds)
+        birds.version, birds.open = 2, opened
+        watching = asyncio.create_task(found.watch(seconds=0.001, say=said.append))
+        while await answered(found) != 2:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # nothing is opened again
+        watching.cancel()
+
+    in_loop(scenario())
+    assert len(tries) == 4
+    assert said[0].startswith("birds: stays at version 1: out of memory on the host")
+    assert said[1:] == [
+        "birds: stays at version 1: RuntimeError: device lost",
+        "birds: version 2 takes the place of 1",
+    ]
+
+
+def test_the_time_between_two_tries_doubles_up_to_an_hour():
+    tried, now, waits = repositories.Tried("a stamp", wait=repositories.AGAIN_SECONDS), 0.0, []
+    for _ in range(10):
+        tried = tried.once_more(now)
+        waits.append(tried.again - now)
+        now = tried.again
+    assert waits == [30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0, 3600.0]
+
+
+def test_a_checkpoint_that_was_skipped_is_looked_at_again_and_named_once(monkeypatch, tmp_path):
+    """A disk that fails once: no file changes."""
+    looks, said = [], []
+    manifest = SimpleNamespace(files={"model.safetensors": SimpleNamespace(sha256="ab")})
+
+    def choose(path, which, note):
+        looks.append(which)
+        if len(looks) == 1:
+            raise CheckpointError("best: Input/output error")
+        if len(looks) < 4:
+            note("skipped best: Input/output error")
+            return tmp_path / "second", manifest
+        return tmp_path / "best", manifest
+
+    monkeypatch.setattr(served_runs.format, "choose", choose)
+    monkeypatch.setattr(served_runs, "AGAIN_SECONDS", 0.0)
+    stamps = served_runs.Stamps(tmp_path, "best")
+    monkeypatch.setattr(stamps, "_listing", lambda _: "the same")
+    with pytest.raises(CheckpointError, match=r"^best: Input/output error$"):
+        stamps.newest(said.append)
+    names = [stamps.newest(said.append)[0].name for _ in range(5)]
+    assert names == ["second", "second", "best", "best", "best"]
+    assert len(looks) == 4  # and no more, once nothing is skipped
+    assert said == ["skipped best: Input/output error"]
 
 
 def test_a_watched_model_is_swapped_and_what_cannot_be_opened_is_said_once():

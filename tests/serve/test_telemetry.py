@@ -31,9 +31,25 @@ from falconet.serve.access import Access, Keys
 from falconet.serve.access_log import AccessLog
 from falconet.serve.prometheus import Metrics
 from falconet.serve.records import Record
+from falconet.serve.repository import Opened, Source
 from falconet.serve.telemetry import Telemetry
 from falconet.serve.tracing import Tracing
-from served import LIMIT, NAME, PATH, SIDE, Held, binary, connected, infer, pixels, running, until
+from served import (
+    LIMIT,
+    NAME,
+    PATH,
+    SIDE,
+    Held,
+    answers,
+    binary,
+    connected,
+    decoded,
+    infer,
+    pixels,
+    received,
+    running,
+    until,
+)
 
 INFER = "/v2/models/{model}/infer"
 
@@ -154,6 +170,43 @@ def test_what_clients_make_up_does_not_become_a_label():
     assert len(values) < before + 100  # three new routes, each with its buckets
 
 
+MALFORMED = {
+    "noise": (b"\x16\x03\x01\x02\x00\r\n\r\n", 400, "malformed"),
+    "no method": (b"/v2 HTTP/1.1\r\n\r\n", 400, "malformed"),
+    "a bad header": (b"GET /v2 HTTP/1.1\r\nHost localhost\r\n\r\n", 400, "malformed"),
+    "a long header": (
+        b"GET /v2 HTTP/1.1\r\nX: " + b"x" * 9000 + b"\r\n\r\n",
+        431,
+        "request_header_fields_too_large",
+    ),
+    "another expectation": (
+        b"POST /predict HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: x\r\nContent-Length: 1\r\n\r\na",
+        417,
+        "expectation_failed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("sent", "status", "reason"), MALFORMED.values(), ids=MALFORMED)
+def test_what_is_refused_before_the_application_is_counted_and_logged_once(tmp_path, sent, status, reason):
+    log = AccessLog(tmp_path / "access.log")
+    with running(telemetry=observed(log.add)) as found:
+        for number in range(3):
+            with connected(found.port) as connection:
+                connection.sendall(sent.replace(b"\r\n", b"%d\r\n" % number, 1) if reason == "malformed" else sent)
+                ((code, headers, content),) = answers(received(connection))
+        values = samples(found)
+    log.close()
+    assert code == status
+    assert values["falconet_requests_total", *sorted(["none", "", str(status)])] == 3
+    assert values["falconet_refused_total", reason] == 3
+    *_, last, _ = rows = lines_of(tmp_path / "access.log")
+    assert len(rows) == 4  # and the request for the metrics
+    assert (last["client"], last["status"], last["reason"]) == ("127.0.0.1", status, reason)
+    assert (last["error"], last["id"]) == (content["error"], headers["x-request-id"])
+    assert last["bytes_out"] == int(headers["content-length"])
+
+
 def test_a_client_that_leaves_is_counted_as_gone():
     lane = Held()
     head, body = infer(pixels(1))
@@ -250,6 +303,18 @@ def test_each_request_is_a_line_of_json(tmp_path):
     assert bad["error"].startswith("the request's JSON: ")
     assert (unknown["status"], unknown["path"], unknown["error"]) == (404, "/nothing", "not found")
     assert "private" not in file.read_text()
+
+
+def test_loading_and_unloading_name_their_model(tmp_path):
+    log = AccessLog(tmp_path / "access.log")
+    options = {"may_load": True, "sources": lambda: {NAME: Source(open=lambda: opened, stamp=lambda: 0)}}
+    with running(telemetry=observed(log.add), **options) as found:
+        opened = Opened(found.served, found.repository.find().batcher._lanes, decoded, stamp=0, about="")
+        for what, name in (("load", NAME), ("unload", NAME), ("unload", NAME), ("load", "made-up")):
+            found.request(None, path=f"/v2/repository/models/{name}/{what}")
+    log.close()
+    named = [(row["status"], row.get("model"), row.get("version")) for row in lines_of(tmp_path / "access.log")]
+    assert named == [(200, NAME, "1"), (200, NAME, "1"), (404, None, None), (404, None, None)]
 
 
 def test_control_characters_stay_within_their_line():

@@ -52,7 +52,7 @@ export class Card {
     const parts = ["decode", "queue", "compute"].filter((part) => part in server);
     this.find(".server").textContent = milliseconds(server.total);
     this.find(".round-trip").textContent = milliseconds(roundTrip);
-    this.find(".parts").textContent = parts.map((part) => `${part} ${rounded(server[part])}`).join(", ");
+    this.find(".parts").textContent = parts.map((part) => `${part}\u00a0${rounded(server[part])}`).join(", ");
     this.find(".by").textContent = version ? `${model}, version ${version}` : model;
   }
 
