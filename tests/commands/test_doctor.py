@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from falconet.commands import decoders, disk_speed, machine_facts, selftest
-from falconet.commands.advice import Advice
 from falconet.config.commands import TrainOptions
 from falconet.config.options import Data, Machine
 from falconet.data import native
-from falconet.train import bottleneck
-from falconet.train.bottleneck import COMPUTE, DECODE, READ, Finding, Parts, Updates
+from falconet.doctor import bottleneck, decoders, disk_speed, machine_facts, selftest
+from falconet.doctor.advice import Advice
+from falconet.doctor.bottleneck import COMPUTE, DECODE, READ, Finding, Parts, Updates
 
 
 def test_versions_cores_and_devices_are_reported(falconet, monkeypatch):

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from falconet.data import input
+from falconet.doctor.bottleneck import AUGMENT, COMPUTE, COPY, DECODE, READ, Finding
 from falconet.report.console import counted
 from falconet.report.epochs import span
-from falconet.train.bottleneck import AUGMENT, COMPUTE, COPY, DECODE, READ, Finding
 
 WORTH = 1.05  # times as fast, to be recommended
 MOST = 2  # changes
