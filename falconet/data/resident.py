@@ -22,11 +22,11 @@ from falconet.errors import ConfigError
 def require_size(source: ArraySource, preprocessing: Preprocessing) -> None:
     """Refuse images that would have to be resized or cropped."""
     (height, width), side = source.images.shape[1:3], preprocessing.image_size
-    if (height, width, preprocessing.resize) != (side, side, side):
-        raise ConfigError(
-            f"--dataset-location: got 'device', which keeps images of {width} x {height} as they are; expected"
-            f" --image-size {width}, or host, because the model takes {side} x {side}"
-        )
+    kept = f"--dataset-location: got 'device', which keeps images of {width} x {height} as they are"
+    if (height, width) != (side, side):
+        raise ConfigError(f"{kept}; expected --image-size {width}, or host, because the model takes {side} x {side}")
+    if preprocessing.resize != side:
+        raise ConfigError(f"{kept}; expected --validation-crop whole, or host")
 
 
 class ResidentRows:

@@ -173,12 +173,8 @@ def _check_resolutions(options: commands.TrainOptions, images: Dataset) -> None:
 
 def _check_resident(options: commands.TrainOptions, images: Dataset) -> None:
     """Refuse images that cannot be kept on the device as they are, before anything is printed or written."""
-    if options.data.dataset_location != "device":
-        return
-    if isinstance(images.train, ArraySource):
+    if options.data.dataset_location == "device" and isinstance(images.train, ArraySource):
         require_size(images.train, images.training)
-    if isinstance(images.validation, ArraySource) and options.validation.validation_mode != "none":
-        require_size(images.validation, images.preprocessing)
 
 
 class BuiltPhase:

@@ -140,7 +140,7 @@ def test_an_order_drawn_ahead_is_the_same_order():
         ("--data imagenet --data-dir nowhere", "is decoded photo by photo"),
         ("--data digits --image-size 16 --epoch 1 --device cpu", "keeps images of 8 x 8 as they are"),
         ("--data digits --image-size 16 --plan --device cpu", "keeps images of 8 x 8 as they are"),
-        ("--data digits --validation-crop-ratio 0.5 --device cpu", "keeps images of 8 x 8 as they are"),
+        ("--data digits --validation-crop centre --device cpu", "as they are; expected --validation-crop whole, or"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_in_one_line_before_anything_is_printed(arguments, message, capsys, tmp_path):
