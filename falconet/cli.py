@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import NoReturn
 
@@ -103,12 +104,11 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     with exits.at_once():
         photos = PHOTOS if conventions.is_ours else None  # the originals trained photos from scratch
         loaded = inputs.load(command, read_line(command, rest, photos=photos))
-    from falconet.report.console import NOTICE  # imports rich, which help and mistakes do not need
+    from falconet.report.console import NOTICE, Noticed  # imports rich, which help and mistakes do not need
 
     # torch takes two seconds to import, timm another three: every mistake in the line has been reported by now.
-    if is_first(os.environ):
-        NOTICE.begin(f"falconet {__version__}: loading PyTorch ...")
-    with exits.at_once(NOTICE.end):
+    loading = Noticed("torch", f"falconet {__version__}: loading PyTorch ...")
+    with exits.at_once(NOTICE.end), loading if is_first(os.environ) else nullcontext():
         module = import_module(f"falconet.commands.{name.replace(' ', '_')}")
     given = {"conventions": conventions} if name in CONVENTIONAL else {}
     try:

@@ -22,8 +22,8 @@ from falconet.parallel.world import World
 from falconet.train import build, plan_text, processes
 from falconet.train.evaluate import never
 from falconet.train.metrics import Meter
+from falconet.train.phase import begin, identity_of
 from falconet.train.pipeline_step import non_finite_of_stages
-from falconet.train.run import begin, identity_of
 
 VARIABLES = ("RANK", "WORLD_SIZE")
 

@@ -22,7 +22,7 @@ import gloo
 from falconet import cli
 from falconet.checkpoint import format
 from falconet.checkpoint.state import TrainState
-from falconet.commands import selftest, validate
+from falconet.commands import validate
 from falconet.config.options import Optimizer
 from falconet.data.buffers import Batch, PixelRows
 from falconet.data.image_files import BadImages
@@ -30,6 +30,7 @@ from falconet.data.loader import BatchShape, EvaluationLoader, Resources
 from falconet.data.measure import Pipeline, passes
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.data.storage import ArraySource
+from falconet.doctor import selftest
 from falconet.errors import DataError
 from falconet.models import zoo
 from falconet.numerics.loss_scale import AutomaticScale, FixedScale, Offender

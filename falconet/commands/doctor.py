@@ -6,21 +6,20 @@ from pathlib import Path
 
 import torch
 
-from falconet.commands import decoders, disk_speed, machine_facts, selftest
-from falconet.commands.advice import Advice
 from falconet.config import options as sections
 from falconet.config.commands import DoctorOptions
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import Loaded, typed
 from falconet.config.settings import LINE
 from falconet.data import input
+from falconet.doctor import bottleneck, decoders, disk_speed, machine_facts, selftest
+from falconet.doctor.advice import Advice
 from falconet.errors import ConfigError, DeviceError
 from falconet.parallel import environment, host
 from falconet.parallel.environment import Place
 from falconet.parallel.world import cores, device_kind, open_world
 from falconet.report import console
 from falconet.report.console import Say, counted
-from falconet.train import bottleneck
 
 TIMEOUT = 120.0  # seconds that a process waits for another
 OF_THE_MACHINE = (sections.Machine, sections.Doctor)  # options that say nothing of a training

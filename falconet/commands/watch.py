@@ -1,15 +1,16 @@
 """`falconet watch`: follow runs as they go, on the terminal or as a page."""
 
-import contextlib
 import os
 import select
+import signal
 import sys
 import termios
 import time
 import tty
 import webbrowser
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -28,6 +29,7 @@ from falconet.report.live_site import Site
 
 LEAST_SECONDS = 1.0  # between two looks
 SHARE = 10  # times as long as a look took, so that looking takes a tenth of a core at most
+STOP = "\x1a"  # Ctrl-Z
 FOOT = "q or Ctrl-C leaves; the run goes on"
 
 
@@ -79,7 +81,7 @@ def _draw(folder: Path, console: Lines) -> int:
     followed, frame = what_is_there(folder), list[Text]()  # a mistake is answered before the screen is cleared
     NOTICE.end()
     try:
-        with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        with _Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while not console.is_closed:
                 began = time.monotonic()
                 followed = what_is_there(folder) if isinstance(followed, str) else followed
@@ -87,8 +89,13 @@ def _draw(folder: Path, console: Lines) -> int:
                 live.update(Group(*frame, Text(), Text(FOOT[: console.width], style="dim")), refresh=True)
                 if isinstance(followed, FollowedRun) and followed.look().state == "done":
                     break
-                if "q" in pressed(_pause(began)).lower():
+                typed = keys.pressed(_pause(began))
+                if "q" in typed.lower():
                     break
+                if STOP in typed:
+                    live.stop()
+                    keys.stop()
+                    live.start()
     finally:
         for line in frame:
             console.print(line, soft_wrap=False, no_wrap=True, overflow="ignore", crop=False)
@@ -108,26 +115,43 @@ def _pause(began: float) -> float:
     return max(LEAST_SECONDS, SHARE * (time.monotonic() - began))
 
 
-@contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for a key, and returns it."""
-    if not (sys.stdin and sys.stdin.isatty()):
+class _Keys:
+    """What is typed, if standard input is a terminal, with Ctrl-Z also where it comes as a signal."""
 
-        def slept(seconds: float) -> str:
-            time.sleep(seconds)
-            return ""
+    def __enter__(self) -> Self:
+        self._handle = sys.stdin.fileno() if sys.stdin and sys.stdin.isatty() else None
+        self._modes = None if self._handle is None else termios.tcgetattr(self._handle)
+        self._heard, self._told = os.pipe()
+        self._before = signal.getsignal(signal.SIGTSTP)
+        self._take()
+        return self
 
-        yield slept
-        return
-    handle = sys.stdin.fileno()
-    before = termios.tcgetattr(handle)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._leave()
+        os.close(self._heard)
+        os.close(self._told)
 
-    def pressed(seconds: float) -> str:
+    def pressed(self, seconds: float) -> str:
+        """What is typed next, within so many seconds."""
         # Not sys.stdin.read, which would keep what else was typed where select does not see it.
-        return os.read(handle, 1024).decode(errors="replace") if select.select([handle], [], [], seconds)[0] else ""
+        inputs = [self._heard, *([] if self._handle is None else [self._handle])]
+        return "".join(
+            os.read(each, 1024).decode(errors="replace") for each in select.select(inputs, [], [], seconds)[0]
+        )
 
-    try:
-        tty.setcbreak(handle)  # Ctrl-C still interrupts
-        yield pressed
-    finally:
-        termios.tcsetattr(handle, termios.TCSADRAIN, before)
+    def stop(self) -> None:
+        """Stop this process, with the terminal as it was; returns when `fg` lets it go on."""
+        self._leave()
+        signal.raise_signal(signal.SIGTSTP)
+        self._take()  # after `bg` the system stops a process here
+
+    def _take(self) -> None:
+        if self._before != signal.SIG_IGN:  # else the shell has no jobs, and would not let it go on
+            signal.signal(signal.SIGTSTP, lambda *_: os.write(self._told, STOP.encode()))
+        if self._handle is not None:
+            tty.setcbreak(self._handle)  # Ctrl-C still interrupts
+
+    def _leave(self) -> None:
+        signal.signal(signal.SIGTSTP, self._before)
+        if self._handle is not None and self._modes is not None:
+            termios.tcsetattr(self._handle, termios.TCSADRAIN, self._modes)

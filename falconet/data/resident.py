@@ -14,8 +14,19 @@ from torch import Tensor
 
 from falconet.data.crops import Crops
 from falconet.data.keyed import IntArray
+from falconet.data.preprocessing import Preprocessing
 from falconet.data.storage import ArraySource, BoolArray
 from falconet.errors import ConfigError
+
+
+def require_size(source: ArraySource, preprocessing: Preprocessing) -> None:
+    """Refuse images that would have to be resized or cropped."""
+    (height, width), side = source.images.shape[1:3], preprocessing.image_size
+    kept = f"--dataset-location: got 'device', which keeps images of {width} x {height} as they are"
+    if (height, width) != (side, side):
+        raise ConfigError(f"{kept}; expected --image-size {width}, or host, because the model takes {side} x {side}")
+    if preprocessing.resize != side:
+        raise ConfigError(f"{kept}; expected --validation-crop whole, or host")
 
 
 class ResidentRows:
@@ -29,12 +40,7 @@ class ResidentRows:
     def __init__(self, device: torch.device, *, source: ArraySource, crops: Crops, rows: int) -> None:
         """`rows`: of a batch, which is picked at once."""
         self.size, self.rows = crops.size, rows
-        height, width = source.images.shape[1:3]
-        if (height, width, crops.preprocessing.resize) != (crops.size, crops.size, crops.size):
-            raise ConfigError(
-                f"--dataset-location: got 'device', which keeps images of {width} x {height} as they are; expected"
-                f" --image-size {width}, or host, because the model takes {crops.size} x {crops.size}"
-            )
+        require_size(source, crops.preprocessing)
         self._crops, self._device, self._thread = crops, device, threading.local()
         self._images = torch.from_numpy(source.images[np.arange(len(source))]).to(device)  # N x S x S x 3
 

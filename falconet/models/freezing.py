@@ -118,7 +118,7 @@ def frozen_by(model: nn.Module, what: str, *, evaluates: bool = True) -> Frozen:
         frozen = frozenset(name for name in every if found[name] < int(what))
     else:
         frozen = matching(every, [what])
-    if frozen.issuperset(name for name, _ in model.named_parameters()):
+    if frozen.issuperset(_own(model)):
         raise ConfigError(f"'{what}' leaves no weights to train")
     return _without(model, frozenset(every) - frozen, evaluates=evaluates)
 
@@ -128,31 +128,39 @@ def trained_by(model: nn.Module, patterns: Sequence[str], *, evaluates: bool = T
     if not patterns:
         return Frozen()
     trained = matching(_names(model), patterns)
-    if trained.isdisjoint(name for name, _ in model.named_parameters()):
-        raise ConfigError(f"'{' '.join(patterns)}' matches only batch norm's statistics; expected weights")
+    if trained.isdisjoint(_own(model)):
+        what = "batch norm's statistics" if trained.isdisjoint(_weights(model)) else "what the model keeps fixed"
+        raise ConfigError(f"'{' '.join(patterns)}' matches only {what}; expected weights to train")
     return _without(model, trained, evaluates=evaluates)
 
 
 def _without(model: nn.Module, trained: frozenset[str], *, evaluates: bool) -> Frozen:
     """All but `trained`, the names of weights and statistics."""
     norms = {path for path, _ in _norms(model) if trained.isdisjoint(f"{path}.{name}" for name in STATISTICS)}
-    every = _names(model)
     still = {  # layers that contain no trained weight and no moving statistic
         path
         for path, layer in model.named_modules()
         if path and any(True for _ in layer.parameters()) and not any(name.startswith(f"{path}.") for name in trained)
     }
     return Frozen(
-        weights=frozenset(every).difference(trained) & {name for name, _ in model.named_parameters()},
+        weights=_own(model) - trained,
         norms=frozenset(norms),
         layers=frozenset(still | norms if evaluates else ()),
     )
 
 
+def _weights(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def _own(model: nn.Module) -> frozenset[str]:
+    """The weights that a new model trains; others, such as filters that whiten images, stay fixed whatever is asked."""
+    return frozenset(name for name, weight in model.named_parameters() if weight.requires_grad)
+
+
 def _names(model: nn.Module) -> list[str]:
     """Weights, then the statistics of batch norms."""
-    weights = [name for name, _ in model.named_parameters()]
-    return [*weights, *(f"{path}.{name}" for path, _ in _norms(model) for name in STATISTICS)]
+    return [*_weights(model), *(f"{path}.{name}" for path, _ in _norms(model) for name in STATISTICS)]
 
 
 def _norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -181,12 +189,13 @@ def frozen_before(model: nn.Module, first: str | None) -> Frozen:
     early, late = _Part(computed(traced)[:place]), _Part(computed(traced)[place:])
     layers = {name: layer for name, layer in model.named_modules() if early.runs(name) and not late.runs(name)}
     inside = {f"{path}.{name}" for path, layer in layers.items() for name, _ in layer.named_parameters()}
+    inside |= early.attributes - late.attributes  # those of a block that is frozen in part
     frozen = Frozen(
-        weights=frozenset(inside | early.attributes - late.attributes),  # and those of a block that is frozen in part
+        weights=_own(model) & inside,
         norms=frozenset(path for path, _ in _norms(model) if path in layers),
         layers=frozenset(layers),
     )
-    if all(name in frozen.weights for name, _ in model.named_parameters()):
+    if frozen.weights == _own(model):
         raise ConfigError(f"'{first}' leaves no weights to train; expected an earlier layer")
     return frozen
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import difflib
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -95,8 +96,9 @@ class _Segment:
     @classmethod
     def of(cls, piece: fx.GraphModule) -> "_Segment":
         norms = tuple(module for module in piece.modules() if isinstance(module, _BatchNorm))
-        layers = [node for node in computed(piece) if node.op != "get_attr"]
-        single = len(layers) == 1 and not any(map(_is_two, piece.modules()))
+        # A norm whose value passes twice returns a pair, from which getitem takes each without keeping anything.
+        layers = [node for node in computed(piece) if node.op != "get_attr" and node.target is not operator.getitem]
+        single = len(layers) <= 1 and not any(map(_is_two, piece.modules()))
         return cls(piece, norms, is_random(piece), single)
 
     def __call__(self, *values: Any) -> Any:

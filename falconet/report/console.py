@@ -75,6 +75,24 @@ class Notice:
 NOTICE = Notice()  # there is one terminal
 
 
+class Noticed:
+    """Shows the notice if a module is imported within, from before that import on."""
+
+    def __init__(self, module: str, text: str) -> None:
+        self._module, self._text = module, text
+
+    def __enter__(self) -> None:
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002
+        """What Python asks before it imports a module for the first time; others find it."""
+        if name == self._module:
+            NOTICE.begin(self._text)
+
+
 class Lines(Console):
     """A console that stops printing when its reader closes it: `| head`, a `tee` ended by Ctrl-C, a closed terminal."""
 

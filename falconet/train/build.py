@@ -16,6 +16,8 @@ from falconet.config.fields import value_or
 from falconet.config.options import rate_share, resolutions, share_of
 from falconet.data.dataset import Dataset, published_dataset
 from falconet.data.loader import BatchShape
+from falconet.data.resident import require_size
+from falconet.data.storage import ArraySource
 from falconet.errors import ConfigError, named_option
 from falconet.models import zoo
 from falconet.models.depth import orthogonal_names
@@ -169,6 +171,12 @@ def _check_resolutions(options: commands.TrainOptions, images: Dataset) -> None:
                 raise ConfigError(f"got a side of {side}, expected at most --image-size, which is {most}")
 
 
+def _check_resident(options: commands.TrainOptions, images: Dataset) -> None:
+    """Refuse images that cannot be kept on the device as they are, before anything is printed or written."""
+    if options.data.dataset_location == "device" and isinstance(images.train, ArraySource):
+        require_size(images.train, images.training)
+
+
 class BuiltPhase:
     """One phase of a run in this process: what was decided for it, and how its parts are built."""
 
@@ -192,6 +200,7 @@ class BuiltPhase:
         _check_labels(self.full_size, launch)
         self.images = self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
         _check_resolutions(self.options, self.images)
+        _check_resident(self.options, self.images)
         self.plan: Plan = plan_of(
             self.phase,
             images=len(self.images.train),

@@ -385,12 +385,15 @@ def open_sinks(
     folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink, say: Say, mark: str, restored: Checkpoint | None
 ) -> Sinks:
     """metrics.jsonl and updates.jsonl always, others when asked for. `mark`: of the run."""
-    found = [
-        Guarded(name, opens, say=say)
-        for name, opens in _asked_for(folder, loaded, say=say, mark=mark, restored=restored).items()
-    ]
-    metrics = Several([JsonLines(folder / METRICS), *found, *more])
-    return Sinks(metrics=metrics, trackers=found, times=UpdateTimes(folder / TIMES))
+    with contextlib.ExitStack() as opened:  # what is open is closed if the next one is refused
+        found: list[Guarded] = []
+        for name, opens in _asked_for(folder, loaded, say=say, mark=mark, restored=restored).items():
+            found.append(Guarded(name, opens, say=say))
+            opened.callback(found[-1].close)
+        metrics = Several([JsonLines(folder / METRICS), *found, *more])
+        sinks = Sinks(metrics=metrics, trackers=found, times=UpdateTimes(folder / TIMES))
+        opened.pop_all()
+    return sinks
 
 
 def _asked_for(

@@ -3,17 +3,17 @@
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from falconet.commands import decoders, disk_speed, machine_facts, selftest
-from falconet.commands.advice import Advice
 from falconet.config.commands import TrainOptions
 from falconet.config.options import Data, Machine
 from falconet.data import native
-from falconet.train import bottleneck
-from falconet.train.bottleneck import COMPUTE, DECODE, READ, Finding, Parts, Updates
+from falconet.doctor import bottleneck, decoders, disk_speed, machine_facts, selftest
+from falconet.doctor.advice import Advice
+from falconet.doctor.bottleneck import COMPUTE, DECODE, READ, Finding, Parts, Updates
 
 
 def test_versions_cores_and_devices_are_reported(falconet, monkeypatch):
@@ -148,7 +148,7 @@ def quickly(monkeypatch):
         monkeypatch.setattr(bottleneck, name, 0.05)
 
 
-TABLE = re.compile(r"^(read|decode|copy|compute|together) +([\d,]+|-)  ", re.M)
+TABLE = re.compile(r"^(read|decode|augment|copy|compute|together) +([\d,]+|-)  ", re.M)
 
 
 @pytest.mark.usefixtures("quickly", "image_folder")
@@ -176,7 +176,46 @@ def test_images_in_memory_are_neither_read_nor_decoded(falconet, data):
     assert answer.code == 0, answer.err
     rates = dict(TABLE.findall(answer.out))
     assert (rates["read"], rates["decode"], rates["copy"]) == ("-", "-", "-")
+    assert ("augment" in rates) == (not data.startswith("synthetic"))
     assert "limited by: compute\n" in answer.out
+
+
+@pytest.mark.usefixtures("quickly")
+def test_images_in_memory_may_be_limited_by_the_cores_that_prepare_them(falconet, monkeypatch):
+    monkeypatch.setattr(bottleneck.measure, "loader_rate", lambda pipeline, seconds: 7.0)
+    answer = falconet("doctor --device cpu --threads 1 --dataloader-workers 1 --data digits --model resnet8-cifar")
+    assert answer.code == 0, answer.err
+    assert dict(TABLE.findall(answer.out))["augment"] == "7"
+    assert "limited by: augment\n" in answer.out
+
+
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize(
+    ("options", "tried"),
+    [
+        ("--micro-batch-size 1024", []),  # digits has 1,433 images to train on
+        ("--micro-batch-size 256 --gradient-accumulation 4", []),
+        ("--micro-batch-size 64 --gradient-accumulation 8", ["--micro-batch-size 128"]),
+        ("--micro-batch-size 1024 --data generated --image-size 8 --iterations 1", ["--micro-batch-size 2048"]),
+    ],
+)
+def test_larger_micro_batches_are_tried_only_if_the_training_takes_them(falconet, monkeypatch, options, tried):
+    """On CUDA; what is measured there is measured on the CPU here."""
+    found, measured = [], bottleneck._measured
+
+    def tries(launch, site, *, micro_batch):
+        monkeypatch.setattr(bottleneck, "_measured", lambda launch, _, **named: measured(launch, site, **named))
+        cuda = SimpleNamespace(world=SimpleNamespace(device=torch.device("cuda")))
+        rates = on_cuda(launch, cuda, micro_batch=launch.loaded.options.data.micro_batch)
+        found.extend(option for option in rates if "batch" in option)
+        return rates
+
+    on_cuda = bottleneck._tried
+    monkeypatch.setattr(bottleneck, "_tried", tries)
+    line = f"doctor --data digits --device cpu --threads 1 --model resnet8-cifar --precision bf16.32 {options}"
+    answer = falconet(line)
+    assert answer.code == 0, answer.err
+    assert found == tried
 
 
 @pytest.mark.usefixtures("quickly")
@@ -205,12 +244,22 @@ def test_bad_input_is_one_line(falconet, line, message):
 
 
 def finding(
-    *, read=None, kept=None, decode=None, copy=None, load=None, computed=100.0, trained=None, tried=None, **others
+    *,
+    read=None,
+    kept=None,
+    decode=None,
+    augment=None,
+    copy=None,
+    load=None,
+    computed=100.0,
+    trained=None,
+    tried=None,
+    **others,
 ):
     updates = Updates(computed=computed, trained=trained, micro_batch=32, number=9)
     options = TrainOptions(data=Data(**others.pop("data", {})), machine=Machine(precision="32.32"))
     values = {"device": torch.device("cpu"), "images": 1000, "stored": None, "packed": False, "described": "", **others}
-    parts = Parts(read=read, kept=kept, decode=decode, copy=copy, load=load, updates=updates)
+    parts = Parts(read=read, kept=kept, decode=decode, augment=augment, copy=copy, load=load, updates=updates)
     return Finding(parts=parts, options=options, tried=tried or {}, **values)
 
 
@@ -229,7 +278,6 @@ def test_decoding_is_what_loading_takes_beside_reading():
     assert bottleneck._rest(100.0, 300.0) == pytest.approx(150.0)  # 10 ms - 3.3 ms
     assert bottleneck._rest(100.0, 105.0) is None
     assert bottleneck._rest(100.0, 90.0) is None
-    assert bottleneck._rest(100.0, None) is None
 
 
 def test_a_disk_that_is_slow_every_time_is_the_limit_even_if_memory_is_free():
@@ -258,6 +306,11 @@ CHANGES = [
         finding(decode=80.0, load=75.0, device=torch.device("cuda")),
         ["--decode-device cuda: the cores are the limit", "`falconet data pack --resize`:"],
     ),
+    (
+        finding(augment=80.0, load=80.0, data={"dataloader_workers": 2}, device=torch.device("cuda")),
+        ["--dataloader-workers 8: 2 threads augment on 8 cores", "--dataset-location device:"],
+    ),
+    (finding(augment=80.0, load=80.0), ["a simpler --augment"]),
     (finding(copy=80.0, load=90.0, data={"eight_bit_io": False}), ["--eight-bit-io:", "--decode-device cuda:"]),
     (
         finding(tried={"--precision bf16.32": 150.0}),

@@ -7,7 +7,7 @@ import pipeline_scenarios
 from falconet.checkpoint import format
 from falconet.models import zoo
 from falconet.parallel.world import World
-from falconet.train.run import begin
+from falconet.train.phase import begin
 from runs import assert_bitwise
 from tiny import TINY
 

@@ -36,7 +36,7 @@ class Terminal:
         fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
         self.modes, self.text = termios.tcgetattr(self.theirs), ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "falconet", *command.split()],
+            self.line(command),
             cwd=cwd,
             env=os.environ | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | variables,
             stdin=self.theirs,
@@ -44,6 +44,9 @@ class Terminal:
             stderr=self.theirs,
             start_new_session=True,
         )
+
+    def line(self, command):
+        return [sys.executable, "-m", "falconet", *command.split()]
 
     def read(self):
         while select.select([self._ours], [], [], 0.02)[0]:
@@ -76,12 +79,21 @@ class Terminal:
         os.close(self.theirs)
 
 
+class Shell(Terminal):
+    """A shell that the terminal belongs to, so that Ctrl-Z stops what runs in it."""
+
+    def line(self, command):
+        # The first terminal that the leader of a session opens becomes its own.
+        shell = f"exec {command} <>{os.ttyname(self.theirs)} >&0 2>&0"
+        return ["sh", "-c", shell]
+
+
 @pytest.fixture
 def terminal(tmp_path):
     with contextlib.ExitStack() as opened:
 
-        def start(command, **options):
-            found = Terminal(command, tmp_path, **options)
+        def start(command, *, kind=Terminal, **options):
+            found = kind(command, tmp_path, **options)
             opened.callback(found.close)
             return found
 
@@ -170,6 +182,30 @@ def test_leaving_puts_the_terminal_in_order(terminal, tmp_path, how, expected):
     assert (code, is_clean) == (expected, True)
     assert "under way" in left
     assert "Traceback" not in screen.text
+
+
+@pytest.mark.dist
+def test_ctrl_z_gives_the_terminal_back_and_fg_shows_the_dashboard_again(terminal, tmp_path):
+    with growing(tmp_path / "run", 2) as run:
+        shell = terminal("bash --norc --noediting -i", kind=Shell, PS1="$ ")
+        shell.press(f"{sys.executable} -m falconet watch run\n")
+        shell.wait("epoch 2 of 20")
+        shell.press("\x1a")
+        shell.wait("Stopped")
+        before = shell.text.partition("Stopped")[0]
+        assert before.rindex("\x1b[?1049l") > before.rindex("\x1b[?1049h"), "its own screen is left"
+        assert before.rindex("\x1b[?25h") > before.rindex("\x1b[?25l"), "the cursor is shown"
+        assert termios.tcgetattr(shell.theirs)[3] & termios.ECHO, "what is typed is shown"
+        shell.text = ""
+        run.grow()
+        shell.press("fg\n")
+        shell.wait("epoch 3 of 20")
+        assert "\x1b[?1049h" in shell.text
+        shell.press("q")
+        shell.wait("under way")
+        shell.press("exit $?\n")
+        assert shell.end()[0] == 0
+    assert "Traceback" not in shell.text
 
 
 @pytest.mark.dist

@@ -139,12 +139,17 @@ def test_an_order_drawn_ahead_is_the_same_order():
         ("--data cifar10 --no-eight-bit-io", "which keeps bytes; expected --eight-bit-io"),
         ("--data imagenet --data-dir nowhere", "is decoded photo by photo"),
         ("--data digits --image-size 16 --epoch 1 --device cpu", "keeps images of 8 x 8 as they are"),
+        ("--data digits --image-size 16 --plan --device cpu", "keeps images of 8 x 8 as they are"),
+        ("--data digits --validation-crop centre --device cpu", "as they are; expected --validation-crop whole, or"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_in_one_line(arguments, message, capsys, tmp_path):
+def test_what_cannot_be_kept_is_refused_in_one_line_before_anything_is_printed(arguments, message, capsys, tmp_path):
     command = ["train", *arguments.split(), "--dataset-location", "device", "--run-dir", str(tmp_path / "run")]
     assert main(command) == 2
-    assert message in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert message in err
+    assert (out, err.count("\n")) == ("", 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_from_the_device_equals_one_from_the_host(tmp_path):

@@ -15,7 +15,7 @@ from falconet.legacy.table import Place
 from falconet.legacy.translate import translate
 from falconet.optim.optimizers import set_lr
 from falconet.parallel.world import World
-from falconet.train.run import begin
+from falconet.train.phase import begin
 
 SMALL = "--generated-data --iterations 8 --dataset imagenet --model-size 10 --image-size 32 --precision 32.32"
 HERE = "--device cpu --threads 1 --dataloader-workers 0"

@@ -155,6 +155,17 @@ def test_gradients_that_meet_at_the_end_of_a_segment_are_added_by_its_norm(name)
     assert sum(map(forks, segments)) == forks(whole) > 0
 
 
+@pytest.mark.run
+def test_a_norm_that_is_a_segment_alone_is_not_run_again_even_if_its_value_passes_twice():
+    model = build("resnet18")
+    recompute(model, ["layer1/0/conv2", "layer1/0/act2", "layer1/1/act2"], change=fused)
+    norm = model._segments[1].piece.get_submodule("fused_layer1_0_bn2")
+    assert norm.forks  # the next block takes its value twice, as input and as shortcut
+    begun, _ = counted([norm])
+    step(model, images("resnet18"))
+    assert begun[norm] == 2  # once for each of two micro-batches
+
+
 def forks(model):
     return sum(getattr(layer, "forks", False) for layer in model.modules())
 

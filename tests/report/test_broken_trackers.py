@@ -87,6 +87,20 @@ def test_a_mistake_of_the_users_is_an_error():
         Guarded("It", opens, say=pytest.fail)
 
 
+def test_a_tracker_that_is_refused_closes_those_that_were_opened_before_it(falconet, monkeypatch):
+    kept = Recording()
+
+    def refuse(*_, **__):
+        raise ConfigError("--aim: got nothing to write to")
+
+    monkeypatch.setattr("falconet.report.tensorboard.TensorBoard", lambda *_, **__: kept)
+    monkeypatch.setattr("falconet.report.aim.Aim", refuse)
+    monkeypatch.setitem(sys.modules, "aim", SimpleNamespace(__spec__=ModuleSpec("aim", None)))
+    answer = falconet(f"train {TINY} --tensorboard --aim")
+    assert (answer.code, answer.err) == (2, "falconet train: --aim: got nothing to write to\n")
+    assert kept.calls == [("open",), ("close",)]
+
+
 @pytest.mark.parametrize("hangs", ["open", "write", "close"])
 def test_what_hangs_is_waited_for_once_and_left_behind(monkeypatch, hangs):
     monkeypatch.setattr(trackers, "CLOSING", 0.1)

@@ -16,6 +16,7 @@ from falconet import __version__
 from falconet.errors import UserError
 from falconet.report.console import Counting, Lines, Notice, Screen
 from falconet.report.throughput import Pace
+from report_runs import write_run
 
 HOSTILE = ["[red]x[/red] [/]", "runs/:cat:/a:smiley:b.png", "x" * 500, "100 % of [1, 2, 3]", "a\\[b]"]
 
@@ -420,3 +421,21 @@ def test_a_command_on_a_terminal_says_at_once_that_it_loads():
         process.kill()
     os.close(there)
     assert first == f"falconet {__version__}: loading PyTorch ...\r"
+
+
+@pytest.mark.parametrize("line", ["configs", "report run", "watch run"])
+def test_a_command_without_torch_does_not_say_that_it_loads(line, tmp_path):
+    write_run(tmp_path / "run")
+    there, here = os.openpty()
+    command = [sys.executable, "-m", "falconet", *line.split()]
+    terminal = {"stdin": subprocess.DEVNULL, "stdout": here, "stderr": here}
+    shown, environment = b"", os.environ | {"TERM": "xterm"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **terminal) as process:
+        os.close(here)
+        with contextlib.suppress(OSError):  # EIO: the command has ended
+            while read := os.read(there, 1 << 16):
+                shown += read
+    os.close(there)
+    assert process.returncode == 0
+    assert shown
+    assert b"loading" not in shown

@@ -51,6 +51,19 @@ def test_only_the_classifier_moves_until_the_rest_is_unfrozen(falconet):
     assert set(counts.values()) == {8}  # whose state started with the change
 
 
+def test_weights_that_the_model_keeps_fixed_are_not_unfrozen(falconet):
+    line = f"{LINE} --model speednet8-cifar --initial-checkpoint --checkpoints-kept all --run-dir r"
+    answer = falconet(line)
+    assert answer.code == 0, answer.err
+    begun, frozen, trained = (tensors("r", epoch) for epoch in (0, 2, 4))
+    weights = {name for name in begun if name.endswith((".weight", ".bias"))}
+    fixed = {"conv1.weight", *(f"layer{stage}.bn{norm}.weight" for stage in (1, 2, 3) for norm in (1, 2))}
+    assert {name for name in weights if not torch.equal(begun[name], frozen[name])} == {"fc.weight"}
+    assert {name for name in weights if torch.equal(frozen[name], trained[name])} == fixed
+    of_all = sum(begun[name].numel() for name in weights)
+    assert f"trains {begun['fc.weight'].numel():,} of {of_all:,} parameters: --freeze backbone" in answer.out
+
+
 def test_a_rate_decays_with_every_block_before_the_classifier(falconet):
     """One update of plain sgd moves a weight in proportion to its rate."""
     line = f"train {TINY} --updates 1 --momentum 0 --weight-decay 0 --initial-checkpoint --checkpoints-kept all"
@@ -70,6 +83,10 @@ REFUSED = {
     "--freeze 1 --unfreeze-after 1 --pipeline-splits layer2/0": "--unfreeze-after: does not work with --pipeline",
     "--layer-decay 0.5 --optimizer lars --enable-optimizer-rts --replicas 2": "--layer-decay: does not work with",
     "--layer-decay 0": "--layer-decay: got '0', expected a number",
+    "--model speednet8-cifar --trainable conv1/weight .*/bn1/weight": (
+        "--trainable: 'conv1/weight .*/bn1/weight' matches only what the model keeps fixed; expected weights to train"
+    ),
+    "--model speednet8-cifar --freeze .*conv./(bias|weight)|conv1|.*/bias|fc": "leaves no weights to train",
 }
 
 

@@ -23,7 +23,7 @@ from falconet.train.capture import WARM
 from falconet.train.placement import TrainingLoader
 from falconet.train.processes import Launch
 
-READ, DECODE, COPY, COMPUTE = "read", "decode", "copy", "compute"
+READ, DECODE, AUGMENT, COPY, COMPUTE = "read", "decode", "augment", "copy", "compute"
 READING, LOADING, COMPUTING, TRAINING = 1.0, 2.0, 3.0, 3.0  # seconds for each measurement
 TRYING = 2.0  # seconds for updates with other options
 SLOW = 1.0  # seconds: a micro-batch that takes longer is measured by a smaller one
@@ -51,13 +51,15 @@ class Parts:
     read: float | None  # from the disk
     kept: float | None  # read again, when the system has the files in memory
     decode: float | None  # also None if reading takes so long that it cannot be told apart
+    augment: float | None  # images in memory, which are cropped, mirrored and put into batches; of files, in `decode`
     copy: float | None
     load: float | None  # by the whole input pipeline, from files in memory
     updates: Updates
 
     def alone(self) -> dict[str, float | None]:
         """By name, in the order in which an image passes them."""
-        return {READ: self.read, DECODE: self.decode, COPY: self.copy, COMPUTE: self.updates.computed}
+        augment = {} if self.augment is None else {AUGMENT: self.augment}
+        return {READ: self.read, DECODE: self.decode, **augment, COPY: self.copy, COMPUTE: self.updates.computed}
 
     def together(self, *, from_disk: bool) -> float:
         """The images per second of all of them at once."""
@@ -133,7 +135,7 @@ def _alone(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOption
 def _parts(built: BuiltPhase, updates: Updates) -> Parts:
     options, world = built.options, built.site.world
     if options.data.data == "synthetic":
-        return Parts(read=None, kept=None, decode=None, copy=None, load=None, updates=updates)
+        return Parts(read=None, kept=None, decode=None, augment=None, copy=None, load=None, updates=updates)
     source = built.images.train
     crops = built.images.training_crops(options.augmentation, seed=options.run.seed)
     reading = Input(data=options.data, regime=built.regime, world=world, note=built.site.note)
@@ -152,16 +154,17 @@ def _parts(built: BuiltPhase, updates: Updates) -> Parts:
     return Parts(
         read=cold,
         kept=kept,
-        decode=_rest(load, kept),
+        decode=None if kept is None else _rest(load, kept),
+        augment=load if kept is None else None,
         copy=measure.copy_rate(pipeline, seconds=READING / 2),
         load=load,
         updates=updates,
     )
 
 
-def _rest(load: float, kept: float | None) -> float | None:
+def _rest(load: float, kept: float) -> float | None:
     """Decoding alone: the time of loading without that of reading."""
-    seconds = 0.0 if kept is None else 1 / load - 1 / kept
+    seconds = 1 / load - 1 / kept
     return 1 / seconds if seconds > LEAST / load else None
 
 
@@ -186,7 +189,7 @@ def _tried(launch: Launch, site: Site, *, micro_batch: int) -> dict[str, float]:
         changed = replace(options, machine=replace(options.machine, precision=other))
         trial = replace(launch, loaded=replace(launch.loaded, options=changed))
         found[f"--precision {other}"] = _measured(trial, site, micro_batch=micro_batch, seconds=TRYING)
-    if device.type == "cuda":  # a CPU has no use for larger ones
+    if device.type == "cuda" and _can_double(launch):  # a CPU has no use for larger ones
         twice = 2 * micro_batch
         try:
             found[f"--micro-batch-size {twice}"] = _measured(launch, site, micro_batch=twice, seconds=TRYING)
@@ -194,6 +197,12 @@ def _tried(launch: Launch, site: Site, *, micro_batch: int) -> dict[str, float]:
             if memory_shortage(error) is None:
                 raise
     return {option: each.computed for option, each in found.items()}
+
+
+def _can_double(launch: Launch) -> bool:
+    """Whether there are images for updates twice as large; those that are made up are as many as an update takes."""
+    options, images = launch.loaded.options, launch.images
+    return images is None or 2 * options.data.micro_batch * options.training.gradient_accumulation <= len(images.train)
 
 
 def _measured(launch: Launch, site: Site, *, micro_batch: int, seconds: float, loads: bool = False) -> Updates:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from falconet.data import input
+from falconet.doctor.bottleneck import AUGMENT, COMPUTE, COPY, DECODE, READ, Finding
 from falconet.report.console import counted
 from falconet.report.epochs import span
-from falconet.train.bottleneck import COMPUTE, COPY, DECODE, READ, Finding
 
 WORTH = 1.05  # times as fast, to be recommended
 MOST = 2  # changes
@@ -57,6 +57,8 @@ class Advice:
             return f"{threads}, from the disk: the system was told to forget the files (posix_fadvise){again}"
         if name == DECODE:
             return f"{threads}, {self.decoder}, crops and augmentation as in training"
+        if name == AUGMENT:
+            return f"{threads}, crops, mirroring and batches as in training"
         if name == COPY:
             return "from pinned memory to the device"
         updates, asked = found.parts.updates, found.options.data.micro_batch
@@ -94,7 +96,13 @@ class Advice:
 
     def changes(self) -> list[str]:
         """What would help, the most likely first, each with its reason."""
-        by = {READ: self._of_reading, DECODE: self._of_decoding, COPY: self._of_copying, COMPUTE: self._of_computing}
+        by = {
+            READ: self._of_reading,
+            DECODE: self._of_decoding,
+            AUGMENT: self._of_augmenting,
+            COPY: self._of_copying,
+            COMPUTE: self._of_computing,
+        }
         return [*by[self.limit]()][:MOST]
 
     def _of_reading(self) -> Iterator[str]:
@@ -112,6 +120,13 @@ class Advice:
         if not self._on_cpu and data.decode_device != "cuda":
             yield "--decode-device cuda: the cores are the limit; `falconet doctor` alone measures both decoders"
         yield "`falconet data pack --resize`: smaller photos have fewer pixels to decode"
+
+    def _of_augmenting(self) -> Iterator[str]:
+        if self.workers < self.cores:
+            yield f"--dataloader-workers {self.cores}: {counted(self.workers, 'thread')} augment on {self.cores} cores"
+        if not self._on_cpu and self.found.options.data.dataset_location == "host":
+            yield "--dataset-location device: images of the model's size are shifted and mirrored there"
+        yield "a simpler --augment: preparing batches on the cores is the limit"
 
     def _of_copying(self) -> Iterator[str]:
         if not self.found.options.data.eight_bit_io:
