@@ -29,6 +29,7 @@ from falconet.errors import CheckpointError, ConfigError, DataError, Interrupted
 from falconet.exits import DONE, INTERRUPTED
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.infer.model import Model
+from falconet.parallel.host import return_freed_memory
 from falconet.parallel.world import World
 from falconet.report.run_files import METRICS
 from falconet.train import run_folder, saved_model
@@ -208,7 +209,7 @@ def _images(about: Classifier, photos: str | Path | None) -> Dataset:
 
 @contextlib.contextmanager
 def settings_kept() -> Iterator[None]:
-    """Leave torch's settings, its random state and the environment as they were."""
+    """Leave torch's settings, its random state and the environment as they were, and keep no freed memory."""
     backends, variables, threads = torch.backends, dict(os.environ), torch.get_num_threads()
     flags = {
         backends.cudnn: ("deterministic", "benchmark"),
@@ -229,3 +230,4 @@ def settings_kept() -> Iterator[None]:
             for name in {*os.environ} - {*variables}:
                 del os.environ[name]
             os.environ.update(variables)
+            return_freed_memory()

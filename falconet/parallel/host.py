@@ -1,12 +1,13 @@
 """Processes, memory and processor of this host: end leftover processes, find peak and free memory. No torch in here."""
 
+import ctypes
 import os
 import platform
 import re
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +173,34 @@ def _number(path: Path) -> int | None:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):  # no such limit, or the word `max`
         return None
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
+
+
+def keep_freed_memory(environ: Mapping[str, str]) -> None:
+    """Let glibc use freed blocks again, instead of returning a layer's to the system and faulting in others.
+
+    For this process until it ends. Other allocators, and one that the user has tuned by variables, are left alone.
+    """
+    is_tuned = "glibc.malloc." in environ.get("GLIBC_TUNABLES", "")
+    if is_tuned or any(name.startswith("MALLOC_") for name in environ):
+        return
+    if mallopt := _of_libc("mallopt"):
+        mallopt(M_MMAP_MAX, 0)  # no block has a mapping of its own
+        mallopt(M_TRIM_THRESHOLD, -1)  # nor is the end of the heap returned
+        mallopt(M_ARENA_MAX, 1)  # in threads too: the heaps of their own hold at most 64 MiB
+
+
+def return_freed_memory() -> None:
+    """Return what is freed to the system; blocks that are needed again are faulted in again."""
+    if malloc_trim := _of_libc("malloc_trim"):
+        malloc_trim(0)
+
+
+def _of_libc(name: str) -> Callable[..., int] | None:
+    """A function of glibc; None: musl and macOS do not have it."""
+    return getattr(ctypes.CDLL(None), name, None)
 
 
 CPUINFO = Path("/proc/cpuinfo")

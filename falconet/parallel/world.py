@@ -14,7 +14,7 @@ from falconet.config import options
 from falconet.config.fields import value_or
 from falconet.errors import ConfigError, DeviceError, named_option
 from falconet.parallel.environment import Place, cores_of, threads_of
-from falconet.parallel.host import own_peak
+from falconet.parallel.host import keep_freed_memory, own_peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +109,8 @@ def open_world(
     """
     torch.set_num_threads(threads)
     chosen = _device(device_kind(device), place, deterministic=deterministic)
+    if chosen.type == "cpu":
+        keep_freed_memory(os.environ)
     if place is None:
         return World(device=chosen)
     from falconet.parallel.collectives import join  # torch.distributed takes a second to import
