@@ -75,7 +75,7 @@ class Data:
     validation_batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images in one forward pass of validation, per replica; the result is exact for any. auto: --micro-batch-size."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Threads that read ahead; 0: read in the loop; auto: one per core, at most 32; 3 for --decode-device cuda."""
+    """Threads that read ahead; 0: read in the loop; auto: one per core, at most 32; 2 or 3 if the device reads."""
     dataloader_rebatch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images that a thread reads at once; several threads fill one batch. Smaller: less memory, more overhead."""
     decode_device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -4,7 +4,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise, standardise_pixels
 from falconet.data.readers import ArrayReader, Reader
 from falconet.data.storage import BoolArray, PixelArray
+
+T = TypeVar("T")
 
 BITS = {2: torch.int16, 4: torch.int32}  # by bytes per value: numpy has no bfloat16
 
@@ -187,16 +189,27 @@ def on_device(
     if device.type != "cuda":
         yield from ([_augmented(_moved(batch, device)) for batch in update] for update in updates)
         return
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    waiting: tuple[list[Batch], torch.cuda.Event] | None = None
-    for update in updates:
-        copied = [_copied(batch, side, buffers) for batch in update]
-        done = side.record_event()
-        if waiting is not None:
-            yield _handed_over(*waiting, device)
-        waiting = (copied, done)
-    if waiting is not None:
-        yield _handed_over(*waiting, device)
+    # Of high priority: what augments images would else wait until a captured update has ended.
+    side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    read = ([_copied(batch, side, buffers) for batch in update] for update in updates)
+    for copied, done in one_ahead((update, side.record_event()) for update in read):
+        yield _handed_over(copied, done, device)
+
+
+def one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """The items, each handed over once the next one is there; one that cannot be had costs none before it."""
+    iterator, waiting = iter(items), []
+    while True:
+        try:
+            waiting.append(next(iterator))
+        except StopIteration:
+            yield from waiting
+            return
+        except Exception:
+            yield from waiting
+            raise
+        if len(waiting) > 1:
+            yield waiting.pop(0)
 
 
 def _copied(batch: Batch, side: torch.cuda.Stream, buffers: Buffers | None) -> Batch:

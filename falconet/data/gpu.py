@@ -113,7 +113,8 @@ class DeviceBuffers(Buffers):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._home = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # owns the batches' memory
+        # It owns the batches' memory. Of high priority, as all of a loader's: no update is captured on those.
+        self._home = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def batch(self, images: int, *, size: int, dtype: torch.dtype = torch.uint8) -> Batch:
         small = super().batch(images, size=0)
@@ -230,7 +231,7 @@ class DeviceRows:
 
     def _stream(self) -> torch.cuda.Stream:
         if not hasattr(self._thread, "stream"):
-            self._thread.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._thread.stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         stream: torch.cuda.Stream = self._thread.stream
         return stream
 

@@ -30,6 +30,7 @@ from falconet.report.console import Say
 
 MOST_WORKERS = 32  # the originals' limit
 DEVICE_WORKERS = 3  # if the device decodes: two threads keep it busy, and more than four compete with each other
+RESIDENT_WORKERS = 2  # if images are on the device: a batch is one launch, and more threads only take more memory
 SHARE = 4  # a quarter of the free memory for reading ahead, one for the training cache, one for the validation cache
 
 
@@ -114,6 +115,8 @@ class Input:
 def workers(data: Data, processes: int = 1) -> int:
     """Threads that read images."""
     most = DEVICE_WORKERS if data.decode_device == "cuda" else MOST_WORKERS
+    if data.dataset_location == "device":
+        most = RESIDENT_WORKERS
     return value_or(data.dataloader_workers, min(most, world.cores(processes)))
 
 

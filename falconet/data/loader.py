@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from falconet.errors import DataError
 CPU = torch.device("cpu")
 MOST_AHEAD = 1 << 30  # bytes of images read ahead of their use
 UPDATES_AHEAD = 2  # beyond the one in use; more would only hide longer stalls
+FOREVER = 1 << 30  # epochs that no run reaches
 PARTS_AHEAD = 2  # per thread, so that none waits if updates are small: one in progress, one queued
 
 
@@ -77,6 +78,15 @@ class Resources:
         return self.buffers.batch(images, size=reader.size, dtype=reader.dtype)
 
 
+class _Begun(NamedTuple):
+    """An epoch whose first updates are being read."""
+
+    epoch: int
+    end: int  # the epoch that reading ends before
+    read: Generator[Iterator[Batch], None, None]  # in host memory
+    updates: Iterator[list[Batch]]  # on the device
+
+
 class Loader:
     """Training batches.
 
@@ -117,32 +127,57 @@ class Loader:
         drawn = order or shuffled(len(labels), seed=seed)
         self._order = OrderAhead(drawn) if self._resources.workers else drawn
         self._open: weakref.WeakSet[Generator[Iterator[Batch], None, None]] = weakref.WeakSet()
+        self._begun: _Begun | None = None
 
-    def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:
-        """This replica's micro-batches of each update of `epoch`, from update `skip` on, on the device."""
-        updates = self.streamed(epoch, skip=skip)
+    def updates(self, epoch: int, *, skip: int = 0, until: int | None = None) -> Iterator[list[Batch]]:
+        """This replica's micro-batches of each update of `epoch`, from update `skip` on, on the device.
+
+        `until`: if further epochs follow, the one that they end before, which is the same in every call. Reading ahead
+        then goes on into the next epoch, whose call takes what was read: it begins without a wait.
+        """
+        end = epoch + 1 if until is None else until
+        begun, self._begun = self._begun, None
+        if begun is None or (begun.epoch, begun.end, 0) != (epoch, end, skip):
+            if begun is not None:
+                begun.read.close()
+            read = self.streamed(epoch, skip=skip, until=end)
+            begun = _Begun(epoch, end, read, self._on_device(read))
+        return begun.updates if end == epoch + 1 else self._first(begun, self.updates_per_epoch - skip)
+
+    def _on_device(self, updates: Iterator[Iterator[Batch]]) -> Iterator[list[Batch]]:
         here = on_device(updates, device=self._resources.device, buffers=self._resources.buffers)
         return (joined(update, self._shape.joined) for update in here) if self._shape.joined > 1 else here
 
-    def streamed(self, epoch: int, *, skip: int = 0) -> Iterator[Iterator[Batch]]:
-        """The same in host memory, each micro-batch as soon as it is read; finish an update before taking the next."""
-        updates = self._updates(epoch, skip)
+    def _first(self, begun: "_Begun", number: int) -> Iterator[list[Batch]]:
+        """So many updates, those of its epoch; the others are kept for the next one."""
+        yield from islice(begun.updates, max(number, 0))
+        if begun.read in self._open:  # else the loader was closed
+            self._begun = begun._replace(epoch=begun.epoch + 1)
+
+    def streamed(
+        self, epoch: int, *, skip: int = 0, until: int | None = None
+    ) -> Generator[Iterator[Batch], None, None]:
+        """In host memory, each micro-batch as soon as it is read; finish an update before taking the next."""
+        updates = self._updates(epoch, skip, epoch + 1 if until is None else until)
         self._open.add(updates)
         return updates
 
     def close(self) -> None:
         """End the iterators that are still open, and all threads."""
+        self._begun = None
         for updates in list(self._open):
             updates.close()
+        self._open.clear()
         if isinstance(self._order, OrderAhead):
             self._order.close()
 
-    def _updates(self, epoch: int, skip: int) -> Generator[Iterator[Batch], None, None]:
+    def _updates(self, epoch: int, skip: int, until: int) -> Generator[Iterator[Batch], None, None]:
         shape = self._shape
         ahead = self._resources.images_ahead(self._reader, shape.micro_batch * shape.accumulation)
-        batches = in_order(self._jobs(epoch, skip), workers=self._resources.workers, ahead=ahead)
+        jobs = (job for each in range(epoch, until) for job in self._jobs(each, skip if each == epoch else 0))
+        batches = in_order(jobs, workers=self._resources.workers, ahead=ahead)
         try:
-            for _ in range(skip, self.updates_per_epoch):
+            for _ in range(skip, (until - epoch) * self.updates_per_epoch):
                 yield islice(batches, shape.accumulation)
         finally:
             batches.close()
@@ -241,7 +276,13 @@ class SyntheticLoader:
         batch = Batch(made.to(device), torch.from_numpy(rows % classes).to(device), None)
         self._update = joined([batch] * shape.accumulation, shape.joined)
 
-    def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:  # noqa: ARG002, every epoch is the same
+    def updates(
+        self,
+        epoch: int,  # noqa: ARG002, every epoch is the same
+        *,
+        skip: int = 0,
+        until: int | None = None,  # noqa: ARG002, nothing is read
+    ) -> Iterator[list[Batch]]:
         for _ in range(skip, self.updates_per_epoch):
             yield list(self._update)
 
@@ -257,8 +298,10 @@ class LoaderByEpoch:
         self._loaders = loaders
         self.updates_per_epoch = loaders[0].updates_per_epoch
 
-    def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:
-        return self._loaders[max(first for first in self._loaders if first <= epoch)].updates(epoch, skip=skip)
+    def updates(self, epoch: int, *, skip: int = 0, until: int | None = None) -> Iterator[list[Batch]]:
+        begin = max(first for first in self._loaders if first <= epoch)
+        end = until if until is None else min([until, *(first for first in self._loaders if first > epoch)])
+        return self._loaders[begin].updates(epoch, skip=skip, until=end)
 
     def close(self) -> None:
         for loader in self._loaders.values():
@@ -271,7 +314,13 @@ class IdleLoader:
     def __init__(self, images: int, *, shape: BatchShape) -> None:
         self.updates_per_epoch = images // shape.global_batch
 
-    def updates(self, epoch: int, *, skip: int = 0) -> Iterator[list[Batch]]:  # noqa: ARG002, all are the same
+    def updates(
+        self,
+        epoch: int,  # noqa: ARG002, all are the same
+        *,
+        skip: int = 0,
+        until: int | None = None,  # noqa: ARG002, nothing is read
+    ) -> Iterator[list[Batch]]:
         for _ in range(skip, self.updates_per_epoch):
             yield []
 

@@ -54,7 +54,12 @@ class ResidentRows:
                 staged = staged.pin_memory().to(self._device, non_blocking=True)
             reflects = self._crops.augmentation.shift_padding == "reflect"
             with torch.inference_mode():  # evaluation allocates the batch in it
-                out.copy_(picked(self._images, staged, reflects=reflects))
+                if self._device.type == "cuda":
+                    from falconet.data import pixel_kernels  # Triton comes with CUDA only
+
+                    pixel_kernels.pick(self._images, staged, reflects=reflects, out=out)
+                else:
+                    out.copy_(picked(self._images, staged, reflects=reflects))
             self._wait()
         return np.ones(len(indices), dtype=np.bool_)
 
@@ -62,7 +67,8 @@ class ResidentRows:
         if self._device.type != "cuda":
             return nullcontext()
         if not hasattr(self._thread, "stream"):
-            self._thread.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            # Of high priority: kernels of equal streams wait until a captured update has ended.
+            self._thread.stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._thread.stream)
 
     def _wait(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from falconet import writing
 from falconet.data.buffers import Batch
 from falconet.data.keyed import FloatArray
+from falconet.data.loader import FOREVER
 from falconet.errors import ConfigError
 from falconet.report.console import Counting
 from falconet.train.build import BuiltPhase, Site
@@ -98,7 +99,7 @@ def _as_it_starts(launch: Launch) -> Launch:
 
 
 def _updates(loader: TrainingLoader) -> Iterator[Sequence[Batch]]:
-    return islice((each for epoch in count() for each in loader.updates(epoch)), UPDATES)
+    return islice((each for epoch in count() for each in loader.updates(epoch, until=FOREVER)), UPDATES)
 
 
 def smooth(losses: Sequence[float]) -> FloatArray:

@@ -202,6 +202,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
             memory=memory_of_stages,
             is_last=built.phase.is_last,
             rate=rate,
+            whole=watch.log.seconds,
             seconds=watch.log.seconds_of(rate, validation=watch.validation.seconds),
             joules=joules,
         )
@@ -223,10 +224,11 @@ def ended_early(plan: Plan, progress: Progress, best: Best | None) -> bool:
 def _recorder(built: BuiltPhase, session: Session, *, update: int, stopwatch: Stopwatch) -> Recorder:
     """What keeps the answers and pictures of a phase for its report, if there is one."""
     logging = built.options.logging
-    if not logging.report or built.options.data.data == "synthetic":
+    if not logging.report:
         return record.Unreported()
     page = record.NoPage if built.options.run.temporary else record.Page
-    return record.Reported(
+    recorder = record.Unpictured if built.options.data.data == "synthetic" else record.Reported
+    return recorder(
         session.folder,
         images=built.images,
         grid=built.site.grid,
@@ -400,7 +402,7 @@ def _update(
         recorder.epoch_ended(state.progress.update)
         watch.log.begin_epoch(epoch)
         return screen.counts(
-            saving.output.stopwatch.waits(loader.updates(epoch, skip=skip)),
+            saving.output.stopwatch.waits(loader.updates(epoch, skip=skip, until=plan.last_epoch)),
             epoch=f"epoch {epoch + 1}/{in_short(plan.epoch_at(plan.updates))}",
             total=min(plan.updates_per_epoch, plan.updates - plan.update_at(epoch, 0)),
             done=skip,

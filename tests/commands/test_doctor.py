@@ -167,6 +167,15 @@ def test_every_part_of_a_training_on_photos_is_measured(falconet):
     assert not list(Path.cwd().glob("runs*"))
 
 
+@pytest.mark.usefixtures("quickly", "image_folder")
+def test_a_link_that_leads_nowhere_is_passed_over(falconet):
+    Path("photos/train/dark/gone.png").symlink_to("nowhere.png")
+    line = "doctor photos --model resnet8-cifar --image-size 32 --micro-batch-size 8 --device cpu --threads 1"
+    answer = falconet(line)
+    assert answer.code == 0, answer.err
+    assert "limited by: " in answer.out
+
+
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize(
     "data", ["digits", "synthetic --image-size 8", "generated --image-size 8 --iterations 4 --classes 3"]
@@ -272,6 +281,13 @@ def test_the_first_epoch_reads_and_decodes_one_after_the_other():
     assert parts.together(from_disk=False) == 380.0
     assert parts.together(from_disk=True) == pytest.approx(214.2857)  # 1 / (1 / 600 + 1 / 300 - 1 / 3000)
     assert (parts.limit(from_disk=False), parts.limit(from_disk=True)) == (COMPUTE, READ)
+
+
+@pytest.mark.parametrize("slowest", ["computed", "decode", "copy", "load"])
+def test_all_together_are_never_predicted_faster_than_the_slowest(slowest):
+    rates = {"read": 3000.0, "kept": 3000.0, "decode": 70.0, "copy": 500.0, "load": 60.0, "computed": 65.0}
+    parts = finding(**rates | {slowest: 6.2}, trained=6.9).parts
+    assert parts.together(from_disk=False) == parts.together(from_disk=True) == 6.2
 
 
 def test_decoding_is_what_loading_takes_beside_reading():

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from falconet.data import crops
-from falconet.data.buffers import Batch, Buffers, PixelRows, StandardRows, ValueRows, on_device
+from falconet.data.buffers import Batch, Buffers, PixelRows, StandardRows, ValueRows, on_device, one_ahead
 from falconet.data.crops import Crops
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing, normaliser
 from falconet.data.readers import ArrayReader
 from falconet.data.storage import ArraySource
+from falconet.errors import DataError
 
 PREPROCESSING = Preprocessing(image_size=16, resize=18, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 CPU = torch.device("cpu")
@@ -223,3 +224,16 @@ def test_on_cuda_every_update_arrives_whole_while_others_compute(count):
     pixels = 2 * 3 * 256 * 256
     expected = [pair for n in range(count) for pair in ([pixels * n, n - 1], [pixels * n, n - 1], [n + 2, 1])]
     assert [pair.tolist() for pair in sums] == expected
+
+
+def test_an_update_that_cannot_be_read_costs_none_before_it():
+    def read():
+        yield from (1, 2, 3)
+        raise DataError("cannot be decoded")
+
+    ahead = one_ahead(read())
+    assert [next(ahead) for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(DataError, match="cannot be decoded"):
+        next(ahead)
+    assert list(one_ahead([])) == []
+    assert list(one_ahead("ab")) == ["a", "b"]

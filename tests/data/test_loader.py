@@ -11,12 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
+import runs
 from falconet.config.options import Augmentation
 from falconet.data import keyed
 from falconet.data.buffers import Buffers, PixelRows, ValueRows
 from falconet.data.crops import Crops
 from falconet.data.image_files import BadImages
-from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources, SyntheticLoader
+from falconet.data.loader import BatchShape, EvaluationLoader, Loader, LoaderByEpoch, Resources, SyntheticLoader
 from falconet.data.mixing import draw
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.data.readers import reader_for
@@ -95,6 +96,46 @@ def test_batches_of_files_are_the_same_for_0_1_and_3_workers(file_source):
 @pytest.mark.parametrize("skip", [0, 1, 4, 5])
 def test_skipping_updates_equals_dropping_them(skip, workers):
     assert digests(loader(workers=workers).updates(1, skip=skip)) == digests(loader().updates(1))[skip:]
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("skip", [0, 3])
+def test_epochs_that_are_read_ahead_have_the_same_batches(skip, workers):
+    expected = [digests(loader().updates(epoch)) for epoch in range(1, 4)]
+    batches = loader(workers=workers)
+    found = [digests(batches.updates(epoch, skip=skip if epoch == 1 else 0, until=4)) for epoch in range(1, 4)]
+    assert found == [expected[0][skip:], *expected[1:]]
+    assert data_threads() == []
+
+
+def test_the_next_epoch_is_read_while_this_one_is_used():
+    """Its first images are there before they are asked for; none of the epoch that training ends before are."""
+    source, rows = array_source(), PixelRows(reader(array_source(), "none"))
+    read = []
+
+    class Noted(PixelRows):
+        def read(self, indices, *, epoch, out):
+            read.append(epoch)
+            return rows.read(indices, epoch=epoch, out=out)
+
+    shape, resources = BatchShape(micro_batch=12), Resources(workers=2)
+    noted = Noted(reader(source, "none"))
+    batches = Loader(noted, labels=source.labels, shape=shape, seed=6, resources=resources)
+    list(batches.updates(0, until=2))
+    runs.wait_for(lambda: 1 in read, "the next epoch to be read")
+    list(batches.updates(1, until=2))
+    batches.close()
+    assert sorted(set(read)) == [0, 1]
+    assert len(read) == 2 * batches.updates_per_epoch
+
+
+def test_loaders_of_several_sizes_take_turns_without_reading_for_each_other():
+    small, large = loader(workers=2), loader(workers=2, augment="none")
+    both = LoaderByEpoch({0: small, 2: large})
+    found = [digests(both.updates(epoch, until=4)) for epoch in range(4)]
+    expected = [digests(each.updates(epoch)) for epoch, each in enumerate((small, small, large, large))]
+    assert found == expected
+    both.close()
 
 
 @pytest.mark.parametrize(("replicas", "accumulation"), [(2, 1), (2, 2), (4, 1)])
@@ -176,6 +217,37 @@ def test_leaving_early_and_closing_end_the_threads():
     batches.close()
     assert data_threads() == []
     assert list(updates) == []
+
+
+def test_closing_ends_what_is_read_ahead_for_the_next_epoch():
+    batches = loader(workers=3)
+    list(batches.updates(0, until=3))
+    assert data_threads()
+    batches.close()
+    assert data_threads() == []
+
+
+def test_a_closed_loader_begins_anew():
+    batches = loader(workers=2)
+    updates = batches.updates(0, until=3)
+    next(updates)
+    batches.close()
+    assert list(updates) == []
+    assert digests(batches.updates(1, until=3)) == digests(loader().updates(1))
+    batches.close()
+
+
+def test_what_was_read_ahead_for_another_place_ends():
+    batches = loader(workers=1)
+    list(batches.updates(0, until=3))
+    assert digests(batches.updates(1, skip=2, until=3)) == digests(loader().updates(1))[2:]
+    assert len(data_threads()) == 1  # those of epoch 2
+    batches.close()
+    assert data_threads() == []
+
+
+def test_skipping_more_than_an_epoch_has_leaves_nothing():
+    assert list(loader().updates(0, skip=9, until=2)) == []
 
 
 def test_an_error_in_a_worker_keeps_its_type_and_ends_the_threads(file_source):

@@ -1,11 +1,13 @@
 """Images kept on the device: the same batches, bit for bit, as those that the host reads."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import interpreting
 from falconet.cli import main
 from falconet.config.options import Augmentation, Data
 from falconet.data.crops import Crops, alternating_flips, flips, shifts
@@ -91,6 +93,13 @@ def test_picked_images_are_shifted_then_mirrored(reflects):
     staged = torch.from_numpy(np.column_stack((indices, moves, mirrored)))
     found = picked(torch.from_numpy(images), staged, reflects=reflects)
     np.testing.assert_array_equal(found.numpy(), expected)
+
+
+@pytest.mark.run
+def test_the_kernel_picks_the_same_pixels_as_torch():
+    found = interpreting.errors(Path(__file__).with_name("interpreted_pixels.py"))
+    assert len(found) == 4
+    assert all(wrong == {"pixels": 0} for wrong in found.values()), found
 
 
 def test_reflected_shifts_are_crops_of_torchs_reflection():
