@@ -1,4 +1,7 @@
-"""Pixels to model input on the device in one Triton launch; torch takes three, with two copies in float32."""
+"""Pixels on the device in one Triton launch each: images picked and moved, bytes to model input.
+
+Torch takes fifteen launches for the first, and three for the second, with two copies in float32.
+"""
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202, N803
@@ -36,3 +39,36 @@ def normalise(images: Tensor, scale: Tensor, shift: Tensor, *, dtype: torch.dtyp
         images, scale, shift, out, count, OUT=channels, CHANNELS=max(4, channels), PIXELS=PIXELS, **FUSED
     )
     return out
+
+
+@triton.jit
+def _reflected(place, side):
+    place = tl.abs(place)
+    return tl.where(place < side, place, 2 * (side - 1) - place)
+
+
+@triton.jit(do_not_specialize=["side"])
+def _pick(images, moves, out, side, REFLECTS: tl.constexpr, PIXELS: tl.constexpr):
+    """A program: some pixels of one image."""
+    image = tl.program_id(0).to(tl.int64)
+    number, down = tl.load(moves + 4 * image), tl.load(moves + 4 * image + 1)
+    right, mirrored = tl.load(moves + 4 * image + 2), tl.load(moves + 4 * image + 3)
+    pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
+    row, column = pixel // side, pixel % side
+    from_row = row - down
+    from_column = tl.where(mirrored != 0, side - 1 - column, column) - right
+    if REFLECTS:
+        from_row, from_column = _reflected(from_row, side), _reflected(from_column, side)
+    exists = pixel < side * side
+    inside = exists & (from_row >= 0) & (from_row < side) & (from_column >= 0) & (from_column < side)
+    colour = tl.arange(0, 4)[None, :]
+    source = ((number * side + from_row) * side + from_column)[:, None] * 3 + colour
+    values = tl.load(images + source, mask=inside[:, None] & (colour < 3), other=0)
+    target = (image * side * side + pixel)[:, None] * 3 + colour
+    tl.store(out + target, values, mask=exists[:, None] & (colour < 3))
+
+
+def pick(images: Tensor, moves: Tensor, *, reflects: bool, out: Tensor) -> None:  # N x S x S x 3; M x 4; M x S x S x 3
+    """Write the images of some numbers, each moved down and right, then mirrored; `moves` has the four, as int64."""
+    side = images.shape[1]
+    _pick[(len(moves), -(-side * side // PIXELS))](images, moves, out, side, REFLECTS=reflects, PIXELS=PIXELS, **FUSED)

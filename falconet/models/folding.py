@@ -14,9 +14,10 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from falconet.errors import ConfigError
-from falconet.models.fused_layers import ACTIVATIONS, FusedExcitation, FusedNorm, FusedPool, PaddedStem
-from falconet.models.fusion import copied, fuse_norms, layer_of, stem_of
+from falconet.models.fused_layers import FusedExcitation, FusedHalving, FusedNorm, FusedPool, kind_of
+from falconet.models.fusion import copied, fuse_norms, fuse_stem, layer_of, stem_of
 from falconet.models.groupnorm import FusedGroupNorm
+from falconet.models.outer_layers import padded_stem
 from falconet.numerics.segments import trace
 
 # Known by name: timm takes two seconds to import, and the CIFAR networks do not need it.
@@ -28,7 +29,7 @@ _ONEDNN = {  # its names of activations, with their numbers
     "silu": ("swish",),
     "hard_swish": ("hardswish",),
     "relu6": ("hardtanh", 0.0, 6.0),
-}
+}  # GELU is left to torch
 _NOTHING = ("Identity", "Dropout", "Dropout2d", "DropPath")  # in evaluation
 
 
@@ -62,16 +63,18 @@ def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
     made = fuse_norms(_without_training(traced)).model
     stem = stem_of(made)
     folded = sum(_fold_at(made, node, dtype) for node in [*made.graph.nodes])
+    fused = fuse_stem(made) if _is_on_cuda(model) else None
     if not folded and not (fuses and any(isinstance(layer, FusedGroupNorm) for layer in made.modules())):
         return Folding(model, 0, norms)
     for target in {str(node.target) for node in made.graph.nodes if node.op == "call_module"}:
         layer = made.get_submodule(target)
-        if not isinstance(layer, FoldedConv2d):
+        if not isinstance(layer, FoldedConv2d | FoldedHalving):
             made.set_submodule(target, _evaluating(layer, dtype))
     made.graph.lint()
     made.recompile()
     made.delete_all_unused_submodules()
-    return Folding(made.eval(), folded, norms, *_input_of(made, stem))
+    given = (dtype, fused.channels) if fused is not None else _input_of(made, stem)
+    return Folding(made.eval(), folded, norms, *given)
 
 
 def _is_on_cuda(layer: nn.Module) -> bool:
@@ -96,7 +99,7 @@ class FoldedConv2d(nn.Module):
         super().__init__()
         self.conv, self.excite = conv, excite
         self.act = _in_place(nn.Identity() if act is None else act)
-        self.kind = ACTIVATIONS.get(type(self.act))
+        self.kind = kind_of(self.act)
         self.is_plain = type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and isinstance(conv.padding, tuple)
         assert conv.bias is not None
         shift, one = conv.bias.detach().float(), torch.ones_like(conv.bias, dtype=torch.float32)
@@ -112,7 +115,7 @@ class FoldedConv2d(nn.Module):
             x = functional.pad(x, (0, 0, 0, 0, 0, missing))
         if x.is_cuda and self.kind is not None and self.is_plain:
             return self._on_cuda(x, shortcut, act=self.kind)
-        if self.kind is not None and self.is_plain and _onednn_takes(x):
+        if self.kind in _ONEDNN and self.is_plain and _onednn_takes(x):
             z = self._by_onednn(x, shortcut, act=self.kind)
         else:
             z = self.conv(x)
@@ -183,6 +186,34 @@ class FoldedConv2d(nn.Module):
             return None
 
 
+class FoldedHalving(nn.Module):
+    """act(norm(pool(x))); on CUDA in one pass."""
+
+    table: Tensor
+
+    def __init__(self, layer: FusedHalving) -> None:
+        super().__init__()
+        self.norm, self.act, self.pool = (copy.copy(each) for each in (layer.norm, layer.act, layer.pool))
+        self.norm.training, self.kind = False, layer.kind
+        mean, variance = layer.norm.running_mean, layer.norm.running_var
+        assert mean is not None
+        assert variance is not None
+        inverse = (variance + layer.norm.eps).rsqrt()
+        rows = (layer.norm.weight.detach() * inverse, layer.norm.bias.detach(), mean, inverse)
+        self.register_buffer("table", torch.stack([row.float() for row in rows]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            plain: Tensor = self.act(self.norm(self.pool(x)))
+            return plain
+        from falconet.models import pool_kernels  # Triton comes with CUDA only
+
+        z: Tensor = pool_kernels.halve_normed(
+            x.contiguous(memory_format=torch.channels_last), self.table, act=self.kind
+        )
+        return z
+
+
 def _onednn_takes(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
@@ -236,6 +267,9 @@ def _fold_at(traced: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> int:
     """Fold the norms of a node into the convolutions before it; returns how many."""
     layer = layer_of(traced, node)
     made: nn.Module | None = None
+    if isinstance(layer, FusedHalving):
+        traced.set_submodule(str(node.target), FoldedHalving(layer))
+        return 1
     if isinstance(layer, FusedExcitation):
         act = layer.act if type(layer.act) is not nn.Identity else _own(layer.norm)
         made = _folded(traced, node.args[0], layer.norm, dtype, act=act, excite=_evaluating(layer.excite, dtype))
@@ -293,7 +327,7 @@ def _folded(
     if not all(each.to(dtype).isfinite().all() for each in (weight, bias)):
         return None  # a channel that hardly ever varied: its factor does not fit into the format
     if weight.is_cuda and node is stem_of(traced):
-        weight = nn.Parameter(functional.pad(weight, (0, 0, 0, 0, 0, PaddedStem(conv).channels - conv.in_channels)))
+        weight = nn.Parameter(functional.pad(weight, (0, 0, 0, 0, 0, padded_stem(conv).channels - conv.in_channels)))
     made = _with_weights(conv, weight, bias, dtype)
     assert isinstance(made, nn.Conv2d)
     return FoldedConv2d(made, act=act, excite=excite)

@@ -1,9 +1,8 @@
-"""Layers of a network that take fewer passes over memory: batch norm with what follows it, the stem, the last mean.
+"""Batch norm with what follows it, as layers that take fewer passes over memory.
 
-What follows a norm is a residual sum, an activation, squeeze and excite, or the stem's pool; a 1 x 1 convolution before
-it may be part of it, too. On CUDA, in training and
-in channels-last memory, a norm is two passes forward and two backward (three with excitation); elsewhere the layers run
-as they are. `models/fusion.py` finds them in a model.
+What follows a norm is a residual sum, an activation, squeeze and excite, or the stem's pool; a 1 x 1 convolution or a
+pool before it may be part of it, too. On CUDA, in training and in channels-last memory, a norm is two passes forward
+and two backward (three with excitation); elsewhere the layers run as they are. `models/fusion.py` finds them.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +26,14 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.SiLU: "silu",
     nn.Hardswish: "hard_swish",
     nn.ReLU6: "relu6",
+    nn.GELU: "gelu",
 }
+
+
+def kind_of(act: nn.Module) -> str | None:
+    """The kernels' name of an activation; None: they have none."""
+    is_approximate = getattr(act, "approximate", "none") != "none"  # GELU by a hyperbolic tangent
+    return None if is_approximate else ACTIVATIONS.get(type(act))
 
 
 def can_fuse(norm: nn.BatchNorm2d) -> bool:
@@ -40,8 +46,12 @@ def can_fuse(norm: nn.BatchNorm2d) -> bool:
 
 def own_activation(norm: nn.Module) -> str | None:
     """The name of the activation that a norm of timm's or ours has, "none" for others; None: unknown here."""
-    act: nn.Module = getattr(norm, "act", nn.Identity())
-    return ACTIVATIONS.get(type(act))
+    return kind_of(getattr(norm, "act", nn.Identity()))
+
+
+def _kind(norm: nn.Module, act: nn.Module | None) -> str:
+    """Of what follows a norm, or of the norm's own activation."""
+    return (own_activation(norm) if act is None else kind_of(act)) or "none"
 
 
 def fits(y: Tensor, *norms: nn.BatchNorm2d) -> bool:
@@ -72,7 +82,7 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.norm, self.shortcut_norm, self.forks = norm, shortcut_norm, forks
         self.act = nn.Identity() if act is None else act
-        self.kind = own_activation(norm) or "none" if act is None else ACTIVATIONS[type(act)]
+        self.kind = _kind(norm, act)
         self.conv: nn.Conv2d | None = None  # 1 x 1, whose result nothing but the norm reads
         self.shortcut_conv: nn.Conv2d | None = None
 
@@ -143,12 +153,41 @@ class FusedPool(nn.Module):
 
 def can_pool(pool: nn.MaxPool2d) -> bool:
     """Whether the kernels compute what the layer does."""
-    sizes = [_pair(size) for size in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
-    return sizes == [(3, 3), (2, 2), (1, 1), (1, 1)] and not pool.ceil_mode and not pool.return_indices
+    return _windows(pool) == [(3, 3), (2, 2), (1, 1), (1, 1)] and not pool.ceil_mode and not pool.return_indices
 
 
-def _pair(size: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (size, size) if isinstance(size, int) else tuple(size)
+def _windows(pool: nn.MaxPool2d) -> list[tuple[int, ...]]:
+    """Size, stride, padding and dilation."""
+    sizes = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+    return [(size, size) if isinstance(size, int) else tuple(size) for size in sizes]
+
+
+class FusedHalving(nn.Module):
+    """act(norm(pool(y))) of a pool over 2 x 2 pixels, as in SpeedNet. Returns it twice if two layers take it."""
+
+    def __init__(self, norm: nn.BatchNorm2d, *, act: nn.Module | None, pool: nn.MaxPool2d) -> None:
+        super().__init__()
+        self.norm, self.pool, self.forks = norm, pool, False
+        self.act = nn.Identity() if act is None else act
+        self.kind = _kind(norm, act)
+
+    def saved(self, y: Tensor) -> list[Tensor]:
+        """What the backward pass keeps, but for numbers of a channel."""
+        return [y.new_empty(y.numel() // 4), y.new_empty(y.numel() // 4, dtype=torch.uint8)]
+
+    def forward(self, y: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        images, _, height, width = y.shape
+        values = images * (height // 2) * (width // 2)  # of a channel; torch refuses one, and an empty image
+        if not fits(y, self.norm) or values < 2:
+            z = self.act(self.norm(self.pool(y)))
+            return (z, z) if self.forks else z
+        fused: Tensor | tuple[Tensor, Tensor] = _Halving.apply(y, self.norm.weight, self.norm.bias, self)
+        return fused
+
+
+def can_halve(pool: nn.MaxPool2d) -> bool:
+    """Whether the kernels compute what the layer does."""
+    return _windows(pool) == [(2, 2), (2, 2), (0, 0), (1, 1)] and not pool.ceil_mode and not pool.return_indices
 
 
 class FusedExcitation(nn.Module):
@@ -158,7 +197,7 @@ class FusedExcitation(nn.Module):
         super().__init__()
         self.norm, self.excite = norm, excite
         self.act = nn.Identity() if act is None else act
-        self.kind = own_activation(norm) or "none" if act is None else ACTIVATIONS[type(act)]
+        self.kind = _kind(norm, act)
 
     def saved(self, y: Tensor) -> list[Tensor]:
         """What the backward pass keeps, but for numbers of a channel or an image."""
@@ -209,50 +248,6 @@ def dense_gradients(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tens
 
     given = [batchnorm_kernels.dense(gradient) for gradient in (dz, dz2) if gradient is not None]
     return given[0], given[1] if len(given) == 2 else None
-
-
-class PaddedStem(nn.Module):
-    """A convolution whose input has zeros for further channels, with which cuDNN's kernels are faster.
-
-    ResNet-50's, 512 images on an H200: 2.3 ms with 3 channels, 1.6 with 4, 4.3 with 8. EfficientNet-B4's: 1.2, 1, 0.8.
-    """
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.conv, self.channels = conv, 4 if conv.kernel_size == (7, 7) else 8
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] != self.channels:
-            plain: Tensor = self.conv(x)
-            return plain
-        weight = nn.functional.pad(self.conv.weight, (0, 0, 0, 0, 0, self.channels - self.conv.in_channels))
-        padded: Tensor = self.conv._conv_forward(x, weight, self.conv.bias)
-        return padded
-
-
-class Means(nn.Module):
-    """The mean over each image's pixels, whose gradient is not spread over them before the norm's pass does it."""
-
-    def __init__(self, *, keeps: bool) -> None:
-        """`keeps`: the pixels' dimensions stay, as one."""
-        super().__init__()
-        self.keeps = keeps
-
-    def forward(self, x: Tensor) -> Tensor:
-        means: Tensor = _Means.apply(x)
-        return means if self.keeps else means.flatten(1)
-
-
-class _Means(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.shape = x.shape
-        return x.mean((2, 3), keepdim=True)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        spread: Tensor = (gradient / (ctx.shape[2] * ctx.shape[3])).expand(ctx.shape)
-        return spread
 
 
 class _Norm(torch.autograd.Function):
@@ -363,6 +358,40 @@ class _Pool(torch.autograd.Function):
 
         dz, dz2 = dense_gradients(dz, dz2)
         return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2, span=ctx.span), None)
+
+
+class _Halving(torch.autograd.Function):
+    """Keeps the pooled values, a few numbers per channel, and which values won."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        weight: Tensor,  # noqa: ARG004
+        bias: Tensor,  # noqa: ARG004
+        layer: FusedHalving,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        from falconet.models import batchnorm_kernels, pool_kernels
+
+        norm = layer.norm
+        pooled, winners, partial = pool_kernels.halve(y)
+        found = batchnorm_kernels.numbers(
+            pooled, partial, norm.weight, norm.bias, _running(norm), eps=norm.eps, span=_spanning(norm)
+        )
+        z, _ = batchnorm_kernels.normalise(pooled, found, act=layer.kind)
+        ctx.save_for_backward(pooled, found, winners)
+        ctx.shape, ctx.act, ctx.span = y.shape, layer.kind, _spanning(norm)
+        return (z, z.view_as(z)) if layer.forks else z
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        from falconet.models import batchnorm_kernels, pool_kernels
+
+        dz, dz2 = dense_gradients(dz, dz2)
+        pooled, found, winners = ctx.saved_tensors
+        reached, slopes, _ = batchnorm_kernels.sum_gradients(dz, pooled, found, act=ctx.act, dz2=dz2, span=ctx.span)
+        dy = pool_kernels.spread_halved(reached, pooled, found, slopes.found, winners, shape=ctx.shape)
+        return (dy, *slopes.own, None)
 
 
 def _kept(tensor: Tensor) -> Tensor:

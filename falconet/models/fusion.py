@@ -11,20 +11,22 @@ from torch.nn import functional
 
 from falconet.models import depthwise, grouped, groupnorm, pointwise
 from falconet.models.fused_layers import (
-    ACTIVATIONS,
     FusedExcitation,
+    FusedHalving,
     FusedNorm,
     FusedPool,
-    Means,
-    PaddedStem,
     can_fuse,
+    can_halve,
     can_pool,
+    kind_of,
     own_activation,
 )
 from falconet.models.groupnorm import FusedGroupNorm
+from falconet.models.outer_layers import FusedStem, Means, PaddedConv, Peaks, can_be_stem, padded_stem
 from falconet.numerics.segments import trace
 
 Norm = nn.BatchNorm2d | nn.GroupNorm
+Forking = FusedNorm | FusedGroupNorm | FusedPool | FusedHalving
 _ADDS = (operator.add, operator.iadd, torch.add)
 _PRODUCTS = (operator.mul, operator.imul, torch.mul)
 _FUNCTIONS = {
@@ -33,6 +35,7 @@ _FUNCTIONS = {
     functional.silu: nn.SiLU,
     functional.hardswish: nn.Hardswish,
     functional.relu6: nn.ReLU6,
+    functional.gelu: nn.GELU,
 }
 
 
@@ -51,9 +54,10 @@ def fuse(model: nn.Module) -> Fusion:
     found = fuse_norms(model)
     traced = found.model
     for node in [*traced.graph.nodes]:
-        if isinstance(layer_of(traced, node), FusedNorm | FusedGroupNorm | FusedPool):
+        if isinstance(layer_of(traced, node), Forking):
             _fork(traced, node)
             _replace_mean(traced, node)
+    _replace_peaks(traced)
     _join_convolutions(traced)
     _replace_convolutions(traced)
     channels = _pad_stem(traced)
@@ -123,8 +127,8 @@ def _activation(traced: fx.GraphModule, node: fx.Node | None) -> nn.Module | Non
         return None
     layer = layer_of(traced, node)
     if layer is None and node.op == "call_function" and node.target in _FUNCTIONS:
-        return _FUNCTIONS[node.target]()
-    return layer if type(layer) in ACTIVATIONS else None
+        return _FUNCTIONS[node.target]() if node.kwargs.get("approximate", "none") == "none" else None
+    return layer if layer is not None and kind_of(layer) is not None else None
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,9 @@ def _activated(traced: fx.GraphModule, node: fx.Node, norm: Norm) -> _Pattern:
         return _Pattern(FusedExcitation(norm, act=act, excite=nn.Sequential(*chain)), (_input(node),), product)
     if pooling is not None and isinstance(pool, nn.MaxPool2d) and can_pool(pool) and type(act) is nn.ReLU:
         return _Pattern(FusedPool(norm, act=act, pool=pool), (_input(node),), pooling)
+    before = layer_of(traced, _input(node)) if len(_input(node).users) == 1 else None
+    if isinstance(before, nn.MaxPool2d) and can_halve(before):
+        return _Pattern(FusedHalving(norm, act=act, pool=before), (_input(_input(node)),), last)
     return _Pattern(FusedNorm(norm, act=act), (_input(node),), last)
 
 
@@ -241,6 +248,17 @@ def _replace_mean(traced: fx.GraphModule, node: fx.Node) -> None:
     traced.graph.erase_node(mean)
 
 
+def _replace_peaks(traced: fx.GraphModule) -> None:
+    for node in [*traced.graph.nodes]:
+        over = node.args[1:] or (node.kwargs.get("dim"),)
+        if node.target in ("amax", torch.amax) and over in (((2, 3),), ([2, 3],)) and set(node.kwargs) <= {"dim"}:
+            traced.add_submodule(f"peaks_{node.name}", Peaks())
+            with traced.graph.inserting_after(node):
+                made = traced.graph.call_module(f"peaks_{node.name}", (node.args[0],))
+            node.replace_all_uses_with(made)
+            traced.graph.erase_node(node)
+
+
 def _join_convolutions(traced: fx.GraphModule) -> None:
     """Leave 1 x 1 convolutions to the norms that alone read their results."""
     for node in [*traced.graph.nodes]:
@@ -275,15 +293,45 @@ def _replace_convolutions(traced: fx.GraphModule) -> None:
 
 def _pad_stem(traced: fx.GraphModule) -> int:
     """Let the first convolution take more channels if it alone reads the images; returns how many."""
+    fused = fuse_stem(traced)
+    if fused is not None:
+        return fused.channels
     stem = stem_of(traced)
     if stem is None:
         return 3
     conv = layer_of(traced, stem)
     assert isinstance(conv, nn.Conv2d)
-    padded = PaddedStem(conv)
+    padded = padded_stem(conv)
     traced.add_submodule(f"padded_{stem.name}", padded)
     stem.target = f"padded_{stem.name}"
     return padded.channels
+
+
+def fuse_stem(traced: fx.GraphModule) -> FusedStem | None:
+    """Put one layer in the place of a first convolution with fixed filters and its activation; None: there is none."""
+    stem = stem_of(traced)
+    conv = layer_of(traced, stem) if stem is not None else None
+    active = _only_user(stem) if stem is not None else None
+    act = _activation(traced, active)
+    if stem is None or active is None or act is None or not isinstance(conv, nn.Conv2d) or not can_be_stem(conv):
+        return None
+    fused = FusedStem(conv, act, outputs=_widened(traced, _only_user(active), conv.out_channels))
+    traced.add_submodule(f"fused_{stem.name}", fused)
+    stem.target = f"fused_{stem.name}"
+    active.replace_all_uses_with(stem)
+    traced.graph.erase_node(active)
+    return fused
+
+
+def _widened(traced: fx.GraphModule, node: fx.Node | None, channels: int) -> int | None:
+    """Let a convolution take whole blocks of 32 channels, for which cuDNN has kernels of Hopper's; returns how many."""
+    conv = layer_of(traced, node) if node is not None else None
+    if node is None or type(conv) is not nn.Conv2d or conv.groups > 1 or conv._forward_hooks or conv._forward_pre_hooks:
+        return None
+    outputs = -(-channels // 32) * 32
+    traced.add_submodule(f"padded_{node.name}", PaddedConv(conv, channels=outputs))
+    node.target = f"padded_{node.name}"
+    return outputs
 
 
 def stem_of(traced: fx.GraphModule) -> fx.Node | None:
@@ -301,7 +349,7 @@ def _fork(traced: fx.GraphModule, node: fx.Node) -> None:
     if not is_passed_twice and (len(users) != 2 or not all(_takes_whole(traced, user) for user in users)):
         return
     layer = traced.get_submodule(str(node.target))
-    assert isinstance(layer, FusedNorm | FusedGroupNorm | FusedPool)
+    assert isinstance(layer, Forking)
     layer.forks = True
     with traced.graph.inserting_after(node):
         halves = [traced.graph.call_function(operator.getitem, (node, number)) for number in (1, 0)]
@@ -344,5 +392,5 @@ def _is_added(value: fx.Node, user: fx.Node) -> bool:
 
 def _takes_whole(traced: fx.GraphModule, user: fx.Node) -> bool:
     """Whether a layer gives back a gradient that is a tensor of its own, and changes nothing in place."""
-    whole = isinstance(layer_of(traced, user), nn.Conv2d | FusedNorm | FusedGroupNorm)
+    whole = isinstance(layer_of(traced, user), nn.Conv2d | FusedNorm | FusedGroupNorm | FusedHalving)
     return whole or user.target in (operator.add, torch.add)

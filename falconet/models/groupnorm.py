@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from falconet.models.fused_layers import ACTIVATIONS, dense_gradients, own_activation
+from falconet.models.fused_layers import dense_gradients, kind_of, own_activation
 from falconet.models.proxynorm import ProxyNorm, fits, wide
 from falconet.numerics.precision import uncast
 
@@ -147,7 +147,7 @@ class FusedGroupNorm(nn.Module):
     def forward(self, y: Tensor, shortcut: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         taken = fits(y) and can_fuse(self.norm)
         if taken and (shortcut is None or (fits(shortcut) and shortcut.shape == y.shape)):
-            kind = None if type(self.act) is nn.Identity else ACTIVATIONS[type(self.act)]
+            kind = None if type(self.act) is nn.Identity else kind_of(self.act)
             fused: Tensor | tuple[Tensor, Tensor] = _apply(y, self.norm, act=kind, shortcut=shortcut, forks=self.forks)
             return fused
         z = self.norm(y)

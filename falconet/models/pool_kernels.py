@@ -1,7 +1,9 @@
-"""Batch norm, ReLU and the stem's max pool (3 x 3, every second pixel) for channels-last memory.
+"""Max pools beside a batch norm, for channels-last memory: after one and its ReLU, or before one.
 
-What is rectified is never stored: the pooled values and, for each, which of the nine won and what it was before the
-norm are five eighths of its bytes.
+After, as in the stem of a ResNet (3 x 3, every second pixel): what is rectified is never stored; the pooled values and,
+for each, which of the nine won and what it was before the norm are five eighths of its bytes. Before (2 x 2): the pass
+that halves the image also sums what the norm needs, and its gradient is written where the winners were. And the largest
+value of each channel, as SpeedNet ends with.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
@@ -14,14 +16,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.batchnorm_kernels import GRADIENTS, Gradients, merged, normed, numbers_of, sloped
-from falconet.models.channel_tables import WIDTHS, Table, columns_of, loaded, merging, row_of, tile_of
+from falconet.models.batchnorm_kernels import (
+    ACTIVATIONS,
+    GRADIENTS,
+    MOMENTS,
+    Gradients,
+    Reached,
+    activated,
+    gradient,
+    merged,
+    normed,
+    numbers_of,
+    sloped,
+)
+from falconet.models.channel_tables import LEAST, WIDTHS, Table, columns_of, loaded, merging, row_of, tile_of
 from falconet.numerics.kernels import FUSED
 
 if TYPE_CHECKING:
     from falconet.models.span_kernels import Spanning
 
 TILED = 1024  # elements of a tile
+WIDE = 256  # channels of a program that looks at all pixels of an image
 SIZES = ["count", "height", "width", "tiles", "joined"]  # compiled once for all values
 
 
@@ -51,7 +66,7 @@ def _pool(y, statistics, z, winners, before, count, height, width, units, UNIT: 
         source = (image * height + down).to(tl.int64) * width + right
         x = loaded(y, source[:, None] * channels + columns[None, :], inside)
         v = normed(x, factor, bias, mean)
-        wins = inside & ~(v <= best)  # NaN wins too
+        wins = inside & ((v > best) | (v != v))  # NaN wins, and stays
         best = tl.where(wins, v, best)
         raw = tl.where(wins, x, raw)
         winner = tl.where(wins, tap, winner)
@@ -130,6 +145,165 @@ def _spread_pooled(g, y, winners, slopes, dy, count, height, width, units, UNIT:
     )
 
 
+@triton.jit
+def _largest(y, image, line, column, height, width, columns, channels, inside):
+    """The largest of 2 x 2 pixels, and which it is; of equal ones the first, as torch has it."""
+    corner = ((image * height + 2 * line).to(tl.int64) * width + 2 * column)[:, None] * channels + columns[None, :]
+    best = loaded(y, corner, inside)
+    winner = tl.zeros_like(best).to(tl.int32)
+    for tap in tl.static_range(1, 4):
+        v = loaded(y, corner + (tap // 2 * width + tap % 2) * channels, inside)
+        wins = (v > best) | (v != v)  # NaN wins, and stays
+        best = tl.where(wins, v, best)
+        winner = tl.where(wins, tap, winner)
+    return best, winner
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _halve(y, pooled, winners, partial, count, height, width, tiles, units, UNIT: tl.constexpr,
+           ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """`count`: pooled pixels; sums of them and of their squares around the first, as a norm takes them."""
+    channels = units * UNIT
+    columns, _, there = columns_of(channels, 1, COLUMNS)
+    lower, far = height // 2, width // 2
+    origin = tl.zeros((1,), tl.int32)
+    pivot, _ = _largest(y, origin, origin, origin, height, width, columns, channels, there[None, :])
+    first, second = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        pixel, image, line, column, exists = _place(tiles - 1 - number, count, lower, far, ROWS)
+        inside = exists[:, None] & there[None, :]
+        best, winner = _largest(y, image, line, column, height, width, columns, channels, inside)
+        offsets = pixel[:, None].to(tl.int64) * channels + columns[None, :]
+        tl.store(pooled + offsets, best.to(pooled.dtype.element_ty), mask=inside)
+        tl.store(winners + offsets, winner.to(tl.uint8), mask=inside)
+        v = tl.where(inside, best - pivot, 0.0)
+        first += v
+        second += v * v
+    out = partial + tl.program_id(0) * channels + columns
+    tl.store(out, tl.sum(first, 0), mask=there)
+    tl.store(out + tl.num_programs(0) * channels, tl.sum(second, 0), mask=there)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _halve_normed(y, statistics, z, count, height, width, units, UNIT: tl.constexpr, ACT: tl.constexpr,
+                  ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """act(norm(pool(y))), for a norm whose numbers are known."""
+    channels = units * UNIT
+    columns, channel, there = columns_of(channels, 1, COLUMNS)
+    pixel, image, line, column, exists = _place(tl.program_id(0), count, height // 2, width // 2, ROWS)
+    inside = exists[:, None] & there[None, :]
+    best, _ = _largest(y, image, line, column, height, width, columns, channels, inside)
+    factor, bias, mean = numbers_of(statistics, channel, channels, there)
+    v = activated(normed(best, factor, bias, mean), ACT)
+    tl.store(z + pixel[:, None].to(tl.int64) * channels + columns[None, :], v.to(z.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _spread_halved(dz, dz2, pooled, winners, statistics, slopes, dy, count, height, width, units,
+                   UNIT: tl.constexpr, ACT: tl.constexpr, TWO: tl.constexpr,
+                   ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """The gradient of y, for blocks of four pixels; an odd last line or column, which no window has, gets zeros."""
+    channels = units * UNIT
+    columns, channel, there = columns_of(channels, 1, COLUMNS)
+    lower, far = height // 2, width // 2
+    rows, image, line, column, exists = _place(tl.program_id(0), count, (height + 1) // 2, (width + 1) // 2, ROWS)
+    inside = (exists & (line < lower) & (column < far))[:, None] & there[None, :]
+    offsets = ((image * lower + line).to(tl.int64) * far + column)[:, None] * channels + columns[None, :]
+    factor, bias, mean = numbers_of(statistics, channel, channels, there)
+    d, v = gradient(dz, dz2, pooled, dz, rows, offsets, inside, factor, bias, mean, count, channels,
+                    ACT, TWO, False, ROWS, COLUMNS)  # fmt: skip
+    d = sloped(d, v, slopes, channel, channels, there)
+    winner = tl.load(winners + offsets, mask=inside, other=4).to(tl.int32)
+    for tap in tl.static_range(4):
+        down, right = 2 * line + tap // 2, 2 * column + tap % 2
+        placed = (exists & (down < height) & (right < width))[:, None] & there[None, :]
+        target = ((image * height + down).to(tl.int64) * width + right)[:, None] * channels + columns[None, :]
+        tl.store(dy + target, tl.where(winner == tap, d, 0.0).to(dy.dtype.element_ty), mask=placed)
+
+
+@triton.jit
+def _peak(x, peaks, pixels, channels, COLUMNS: tl.constexpr):
+    """A program: some channels of one image."""
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there, image = columns < channels, tl.program_id(0).to(tl.int64)
+    best = tl.full((COLUMNS,), float("-inf"), tl.float32)
+    for pixel in range(pixels):
+        v = loaded(x, (image * pixels + pixel) * channels + columns, there)
+        best = tl.where((v > best) | (v != v), v, best)  # NaN wins, and stays
+    tl.store(peaks + image * channels + columns, best.to(peaks.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _spread_peak(x, peaks, g, dx, pixels, channels, COLUMNS: tl.constexpr):
+    """The gradient of a peak, in equal parts to all pixels that have it."""
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there, image = columns < channels, tl.program_id(0).to(tl.int64)
+    best = loaded(peaks, image * channels + columns, there)
+    equal = tl.zeros((COLUMNS,), tl.float32)
+    for pixel in range(pixels):
+        v = loaded(x, (image * pixels + pixel) * channels + columns, there)
+        equal += tl.where(v == best, 1.0, 0.0)
+    d = loaded(g, image * channels + columns, there) / equal
+    for pixel in range(pixels):
+        offsets = (image * pixels + pixel) * channels + columns
+        v = tl.where(loaded(x, offsets, there) == best, d, 0.0)
+        tl.store(dx + offsets, v.to(dx.dtype.element_ty), mask=there)
+
+
+def peak(x: Tensor) -> Tensor:  # N x C x H x W -> N x C
+    """The largest value of each channel of an image."""
+    images, channels, height, width = x.shape
+    peaks = torch.empty((images, channels), dtype=x.dtype, device=x.device)
+    _peak[(images, -(-channels // WIDE))](x, peaks, height * width, channels, COLUMNS=WIDE, **FUSED)
+    return peaks
+
+
+def spread_peak(gradient: Tensor, x: Tensor, peaks: Tensor) -> Tensor:
+    images, channels, height, width = x.shape
+    dx = torch.empty_like(x)
+    grid = (images, -(-channels // WIDE))
+    _spread_peak[grid](x, peaks, gradient, dx, height * width, channels, COLUMNS=WIDE, **FUSED)
+    return dx
+
+
+def halve(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest of each 2 x 2 pixels, which of the four it is, and sums for `batchnorm_kernels.numbers`."""
+    pooled, winners = _halved(y, y.dtype), _halved(y, torch.uint8)
+    (tiles, columns), constants = _walked(y, pooled)
+    programs = max(1, min(MOMENTS // columns, tiles // LEAST))
+    partial = torch.empty((2, programs, y.shape[1]), device=y.device)
+    _halve[(programs, columns)](y, pooled, winners, partial, tiles=tiles, **constants)
+    return pooled, winners, partial
+
+
+def halve_normed(y: Tensor, found: Tensor, *, act: str) -> Tensor:
+    """act(norm(pool(y))) with the norm's factor, bias and mean."""
+    z = _halved(y, y.dtype)
+    grid, constants = _walked(y, z)
+    _halve_normed[grid](y, found, z, ACT=ACTIVATIONS[act], **constants)
+    return z
+
+
+def spread_halved(
+    reached: Reached, pooled: Tensor, found: Tensor, slopes: Tensor, winners: Tensor, *, shape: torch.Size
+) -> Tensor:
+    """The gradient of what was halved, which has this shape."""
+    dz, dz2, _, act = reached
+    dy = torch.empty(shape, dtype=pooled.dtype, device=pooled.device, memory_format=torch.channels_last)
+    grid, constants = _walked(dy)
+    _spread_halved[grid](
+        dz, dz if dz2 is None else dz2, pooled, winners, found, slopes, dy,
+        ACT=ACTIVATIONS[act], TWO=dz2 is not None, **constants,
+    )  # fmt: skip
+    return dy
+
+
+def _halved(y: Tensor, dtype: torch.dtype) -> Tensor:
+    images, channels, height, width = y.shape
+    shape = (images, channels, height // 2, width // 2)
+    return torch.empty(shape, dtype=dtype, device=y.device, memory_format=torch.channels_last)
+
+
 def forward(y: Tensor, found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The pooled activation, which of the nine values of each it is, and what that was before the norm."""
     images, channels, height, width = y.shape
@@ -166,10 +340,10 @@ def backward(
     return Gradients(dy, *own)
 
 
-def _walked(y: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and constants of a pass over the pooled pixels."""
+def _walked(y: Tensor, pooled: Tensor | None = None) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and constants of a pass over the pooled pixels; without them, over blocks of four, the last cut short."""
     images, channels, height, width = y.shape
-    count = images * ((height + 1) // 2) * ((width + 1) // 2)
+    count = images * ((height + 1) // 2) * ((width + 1) // 2) if pooled is None else pooled.numel() // channels
     unit = 1 if channels % 8 else 8
     columns = min(WIDTHS, key=lambda width: (-(-channels // width) * width, -width))
     sizes = {"count": count, "height": height, "width": width, "units": channels // unit}

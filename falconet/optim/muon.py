@@ -6,6 +6,7 @@ share their products, and the rate, the loss scale and whether the update is ski
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from falconet.numerics.rounding import Rounding
-from falconet.optim.half_optimizers import Arithmetic, HalfOptimizer, norms_of
+from falconet.optim.half_optimizers import Arithmetic, HalfOptimizer
 
 # One step maps each singular value s to a s + b s^3 + c s^5 (Jordan et al. 2024). The slope at 0 is as large as it can
 # be while values stay between about 0.7 and 1.2: five steps lift everything above 0.002 of the norm there.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+BRANCHES = 3  # beside the current stream: torch shares 32 among all that ask, and each costs a workspace of 32 MiB
 LEAST = 1e-7  # norm of a direction, so that a gradient of zeros moves nothing
 
 
@@ -51,6 +53,7 @@ class Muon(HalfOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "orthogonal": False}
         super().__init__(params, defaults, rounding=rounding)
         self._steps, self._rescales = steps, rescales
+        self._branches = _Branches(self._one.device)
 
     def slots(self, group: dict[str, Any]) -> dict[str, float]:  # noqa: ARG002
         return {"momentum_buffer": 0.0}
@@ -71,48 +74,47 @@ class Muon(HalfOptimizer):
         """There are no kernels of ours to launch."""
 
     def _move(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        if not group["orthogonal"]:
+            self._descend(group, params)
+            return
+        with self._branches as branches:
+            for number, alike in enumerate(_by_shape(params)):
+                with branches.at(number):
+                    self._turn(group, alike)
+
+    def _descend(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         velocities = [self.state[p]["momentum_buffer"] for p in params]
         weights, before = [p.float() for p in params], [v.float() for v in velocities]
         grads = [p.grad.float() for p in params if p.grad is not None]
         if self.scale is not None:
             grads = list(torch._foreach_mul(grads, self._one / self.scale))
-        move = self._orthogonal if group["orthogonal"] else self._plain_descent
-        moved, after = move(group, weights, grads, before)
+        grads = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
+        after = torch._foreach_mul(before, group["momentum"])
+        torch._foreach_add_(after, grads)
+        directions = torch._foreach_add(grads, after, alpha=group["momentum"])
+        moved = torch._foreach_sub(weights, torch._foreach_mul(directions, self._lr(group)))
         self._keep(params, moved, slot=0, before=weights)
         self._keep(velocities, after, slot=1, before=before, owners=params)
 
-    def _plain_descent(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        grads = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
-        after, directions = _nesterov(grads, velocities, group["momentum"])
-        return _descended(weights, directions, self._lr(group)), after
-
-    def _orthogonal(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        after, directions = _nesterov(grads, velocities, group["momentum"])
-        moves = self._directed(directions)
+    def _turn(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """Move weights of one shape, as matrices in one tensor: a launch for all of them, not one for each."""
+        velocities = [self.state[p]["momentum_buffer"] for p in params]
+        weights, before = _stacked(params), _stacked(velocities)
+        grads = _stacked([p.grad for p in params if p.grad is not None])
+        if self.scale is not None:
+            grads = grads / self.scale
+        after = torch.add(grads, before, alpha=group["momentum"])
+        moves = orthogonalised(torch.add(grads, after, alpha=group["momentum"]), steps=self._steps)
+        scaled = weights
         if self._rescales:
-            roots = [float(len(w)) ** 0.5 for w in weights]
-            sizes = norms_of(weights).clamp_min(LEAST).unbind()
-            weights = [w * (root / size) for w, root, size in zip(weights, roots, sizes, strict=True)]
+            sizes = weights.norm(dim=(-2, -1), keepdim=True).clamp_min(LEAST)
+            scaled = weights * (float(weights.shape[-2]) ** 0.5 / sizes)
         elif group["weight_decay"]:
-            moves = list(torch._foreach_add(moves, weights, alpha=group["weight_decay"]))
-        return _descended(weights, moves, self._lr(group)), after
-
-    def _directed(self, directions: Sequence[Tensor]) -> list[Tensor]:
-        """Each orthogonalised, those of one shape together."""
-        alike: dict[torch.Size, list[int]] = defaultdict(list)
-        rows = [_rows(direction) for direction in directions]
-        for place, matrix in enumerate(rows):
-            alike[matrix.shape].append(place)
-        found = list(directions)
-        for places in alike.values():
-            done = orthogonalised(torch.stack([rows[place] for place in places]), steps=self._steps)
-            for place, matrix in zip(places, done, strict=True):
-                found[place] = _unrolled(matrix, directions[place])
-        return found
+            moves = torch.add(moves, weights, alpha=group["weight_decay"])
+        moved = scaled - moves * self._lr(group)
+        self._keep(params, _unstacked(moved, params), slot=0, before=_unstacked(weights, params))
+        before_each, after_each = _unstacked(before, params), _unstacked(after, params)
+        self._keep(velocities, after_each, slot=1, before=before_each, owners=params)
 
     def _keep(
         self,
@@ -133,15 +135,48 @@ class Muon(HalfOptimizer):
         torch._foreach_copy_(list(stored), list(values))
 
 
-def _nesterov(grads: list[Tensor], velocities: list[Tensor], momentum: float) -> tuple[list[Tensor], list[Tensor]]:
-    """The velocities after an update, and its directions."""
-    after = torch._foreach_mul(velocities, momentum)
-    torch._foreach_add_(after, grads)
-    return list(after), list(torch._foreach_add(grads, after, alpha=momentum))
+class _Branches:
+    """Streams beside the current one, for work that is independent and too small to fill a device; on a CPU, none.
+
+    Captured, they become branches of the graph. At the end, the current stream waits for all of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        count = BRANCHES if device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> "_Branches":
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self
+
+    def at(self, number: int) -> AbstractContextManager[Any]:
+        """Where a piece of work runs; the first, which is the longest if they are sorted so, on the current stream."""
+        place = number % (1 + len(self._streams))
+        return torch.cuda.stream(self._streams[place - 1]) if place else nullcontext()
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._streams:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
 
 
-def _descended(weights: list[Tensor], directions: list[Tensor], lr: Tensor) -> list[Tensor]:
-    return list(torch._foreach_sub(weights, torch._foreach_mul(directions, lr)))
+def _by_shape(params: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The weights of each shape, the largest first."""
+    alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
+    for p in params:
+        alike[p.shape].append(p)
+    return sorted(alike.values(), key=lambda same: -len(same) * same[0].numel())
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor:  # B x R x C, fp32
+    rows = [_rows(weight) for weight in weights]
+    return (rows[0][None] if len(rows) == 1 else torch.stack(rows)).float()
+
+
+def _unstacked(matrices: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `_stacked`."""
+    return [_unrolled(matrix, weight) for matrix, weight in zip(matrices, like, strict=True)]
 
 
 def _rows(weight: Tensor) -> Tensor:  # R x C

@@ -330,7 +330,7 @@ class BuiltPhase:
         return undecayed_names(self.model, options.weight_decay_exclude)
 
     def step(self, state: TrainState, *, preparing: Preparing = nullcontext) -> Step:
-        """`preparing`: the context in which updates are captured."""
+        """`preparing`: the context in which kernels are compiled and updates captured."""
         step = self.placement.step(state, replicas=self.replicas, offender=self.offender)
         if self.uncaptured:
             return step

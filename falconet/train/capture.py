@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
@@ -17,7 +18,9 @@ from falconet.report.console import Say
 from falconet.train.step import LocalStep, Update
 
 Preparing = Callable[[], AbstractContextManager[None]]
+_SAME_IN_BOTH_MODES = (nn.Conv2d, nn.Linear, nn.Identity)  # which compute the same in training and evaluation
 WARM = 3  # updates of a shape before it is captured: libraries choose kernels, and the update rule creates its state
+REWARM = 1  # of one that only trains less than a captured one: tables of what is trained are uploaded in it
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,19 @@ class _Graph:
         return Update(*(value.clone() for value in self.result))  # the next replay overwrites them
 
 
+class _Shape(NamedTuple):
+    """What all updates of one graph have in common."""
+
+    tensors: tuple[Hashable, ...]
+    trained: tuple[bool, ...]  # by weight
+    modes: tuple[Hashable, ...]  # by module
+
+    def is_part_of(self, other: "_Shape") -> bool:
+        """Whether it makes the same updates but for weights that are frozen."""
+        is_less = all(mine <= theirs for mine, theirs in zip(self.trained, other.trained, strict=True))
+        return is_less and (self.tensors, self.modes) == (other.tensors, other.modes)
+
+
 class CapturedStep:
     """A step that captures the updates of each shape and replays them: the same numbers, without the host's work.
 
@@ -48,21 +64,29 @@ class CapturedStep:
     """
 
     def __init__(self, step: LocalStep, world: World, *, note: Say, preparing: Preparing = nullcontext) -> None:
-        """`world`: all replicas. `note`: gets a line if an update cannot be captured. `preparing`: captures in it."""
+        """`world`: all replicas. `note`: gets a line if an update cannot be captured.
+
+        `preparing`: the context in which kernels are compiled and updates captured.
+        """
         self._step, self._world, self._note, self._preparing = step, world, note, preparing
         # Listed once: to find them takes as long as a small update.
-        self._weights, self._modules = list(step.moving.model.parameters()), list(step.moving.model.modules())
+        self._weights = list(step.moving.model.parameters())
+        self._modules = [module for module in step.moving.model.modules() if type(module) not in _SAME_IN_BOTH_MODES]
         self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()  # one for all shapes: never two graphs run at once
-        self._made: Counter[Hashable] = Counter()
-        self._graphs: dict[Hashable, _Graph] = {}
+        self._made: Counter[_Shape] = Counter()
+        self._graphs: dict[_Shape, _Graph] = {}
         self._is_given_up = False
         self._replayed = world.replay_watch()
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         self._step.moving.at(update, lr)
         shape = self._shape(micro_batches)
-        if shape not in self._graphs and self._made[shape] >= WARM and not self._is_given_up:
+        if shape not in self._graphs and not self._made[shape]:
+            torch.cuda.synchronize(self._stream.device)
+            with self._preparing():
+                self._step.prepare_for(micro_batches[0])
+        if shape not in self._graphs and self._is_warm(shape) and not self._is_given_up:
             torch.cuda.synchronize(self._stream.device)  # the updates before are no part of it
             with self._preparing():
                 self._capture(shape, micro_batches)
@@ -73,12 +97,18 @@ class CapturedStep:
         self._made[shape] += 1
         return self._eager(micro_batches)
 
-    def _shape(self, micro_batches: Sequence[Batch]) -> Hashable:
+    def _shape(self, micro_batches: Sequence[Batch]) -> _Shape:
         """What one graph is for; frozen layers and weights change at most once in a run."""
-        tensors = [(t.shape, t.dtype, t.stride()) for batch in micro_batches for t in _tensors(batch)]
-        trained = tuple(p.requires_grad for p in self._weights)
-        modes = tuple((module.training, module.__dict__.get("track_running_stats")) for module in self._modules)
-        return (*tensors, trained, modes)
+        return _Shape(
+            tensors=tuple((t.shape, t.dtype, t.stride()) for batch in micro_batches for t in _tensors(batch)),
+            trained=tuple(p.requires_grad for p in self._weights),
+            modes=tuple((module.training, module.__dict__.get("track_running_stats")) for module in self._modules),
+        )
+
+    def _is_warm(self, shape: _Shape) -> bool:
+        """Whether nothing is left to choose or to upload."""
+        is_known = any(shape.is_part_of(other) for other in self._graphs)
+        return self._made[shape] >= (REWARM if is_known else WARM)
 
     def _eager(self, micro_batches: Sequence[Batch]) -> Update:
         current = torch.cuda.current_stream(self._stream.device)
@@ -92,7 +122,7 @@ class CapturedStep:
             value.record_stream(current)
         return made
 
-    def _capture(self, shape: Hashable, micro_batches: Sequence[Batch]) -> None:
+    def _capture(self, shape: _Shape, micro_batches: Sequence[Batch]) -> None:
         """Add the graph of a shape. An update that one replica cannot capture, all make without, as all after it."""
         self._step.moving.model.zero_grad()  # they are made again in the graph's memory
         torch.cuda.empty_cache()  # what the updates before used is not in the graph's pool

@@ -23,8 +23,9 @@ from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.errors import SHORTAGES, DeviceError, ShortageError, memory_shortage
 from falconet.models import views
-from falconet.models.fused_layers import FusedExcitation, FusedNorm, FusedPool
+from falconet.models.fused_layers import FusedExcitation, FusedHalving, FusedNorm, FusedPool
 from falconet.models.groupnorm import FusedGroupNorm
+from falconet.models.outer_layers import FusedStem
 from falconet.parallel import host
 from falconet.parallel.division import Division
 from falconet.parallel.environment import find_place
@@ -114,7 +115,8 @@ class _Fused(fx.Interpreter):
 
     def call_module(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.module.get_submodule(str(target))
-        if not isinstance(layer, FusedNorm | FusedGroupNorm | FusedPool | FusedExcitation):
+        fused = FusedNorm | FusedGroupNorm | FusedPool | FusedHalving | FusedExcitation | FusedStem
+        if not isinstance(layer, fused):
             return super().call_module(target, args, kwargs)
         for tensor in layer.saved(*args):
             self._keep(tensor)
@@ -349,6 +351,7 @@ def release(device: torch.device) -> None:
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream that a captured step ever had: up to 2 GiB
         torch.cuda.empty_cache()
+    host.return_freed_memory()
 
 
 def with_batch(options: commands.TrainOptions, *, micro_batch: int, total: int) -> commands.TrainOptions:

@@ -249,8 +249,7 @@ class LocalStep:
 
     def make(self, micro_batches: Sequence[Batch]) -> Update:
         """The work of an update on the device, which is the same for every update of this shape."""
-        if self._prepare is not None:
-            self._prepare_for(micro_batches[0], self._prepare)
+        self.prepare_for(micro_batches[0])
         self.moving.move.begin()
         images = sum(len(batch.labels) for batch in micro_batches)
         parts = [self._backward(batch, images) for batch in self.moving.replicas.announced(micro_batches)]
@@ -258,11 +257,12 @@ class LocalStep:
         loss, smoothing, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
         return Update(loss, smoothing, correct, counted, skipped)
 
-    def _prepare_for(self, batch: Batch, prepare: Prepare) -> None:
+    def prepare_for(self, batch: Batch) -> None:
+        """Do what comes before the first update with such micro-batches."""
         shape = (batch.images.shape, *(p.requires_grad for p in self._weights))
-        if shape not in self._prepared:
+        if self._prepare is not None and shape not in self._prepared:
             self._prepared.add(shape)
-            prepare(lambda: self.rehearse(batch))
+            self._prepare(lambda: self.rehearse(batch))
 
     def rehearse(self, batch: Batch) -> None:
         """Launch the kernels of an update with such micro-batches on tensors without memory: nothing changes."""

@@ -4,9 +4,10 @@ import itertools
 import json
 
 import torch
+from torch import nn
 from torch.nn import functional
 
-from falconet.models import batchnorm_kernels, pool_kernels
+from falconet.models import batchnorm_kernels, pool_kernels, stem_kernels
 from falconet.models.excitation_kernels import Excitation
 
 ACTS = {
@@ -15,6 +16,7 @@ ACTS = {
     "silu": functional.silu,
     "hard_swish": functional.hardswish,
     "relu6": functional.relu6,
+    "gelu": functional.gelu,
 }
 SHAPES = {  # N, C, H, W
     "one row": (1, 24, 1, 1),
@@ -109,6 +111,59 @@ def pooled_errors(shape, two):
     return {name: _error(a, b.detach()) for name, (a, b) in results.items()}
 
 
+def halved_errors(shape, act, two):
+    """Of a norm of the largest of 2 x 2 pixels; small whole numbers, so that some of the four are equal."""
+    noise = torch.Generator().manual_seed(0)
+    y = torch.randint(-3, 4, shape, generator=noise).float().contiguous(memory_format=torch.channels_last)
+    weight, bias = (torch.randn(shape[1], generator=noise) for _ in range(2))
+    pooled, winners, partial = pool_kernels.halve(y)
+    found = batchnorm_kernels.numbers(pooled, partial, weight, bias, None, eps=1e-5)
+    z, _ = batchnorm_kernels.normalise(pooled, found, act=act)
+    dz, dz2 = (torch.randn(z.shape, generator=noise).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    reached, slopes, _ = batchnorm_kernels.sum_gradients(dz, pooled, found, act=act, dz2=dz2 if two else None)
+    dy = pool_kernels.spread_halved(reached, pooled, found, slopes.found, winners, shape=y.shape)
+    leaves = [t.double().requires_grad_() for t in (y, weight, bias)]
+    inner = functional.batch_norm(functional.max_pool2d(leaves[0], 2), None, None, *leaves[1:], True, 0.1, 1e-5)
+    exact = ACTS[act](inner)
+    exact.backward(dz.double() + (dz2.double() if two else 0.0))
+    results = {"output": (z, exact), "input": (dy, leaves[0].grad), "at once": (_at_once(y, found, act), exact)}
+    results |= {"weight": (slopes.own[0], leaves[1].grad), "bias": (slopes.own[1], leaves[2].grad)}
+    return {name: _error(a, b.detach()) for name, (a, b) in results.items()}
+
+
+def _at_once(y, found, act):
+    """In one pass, with the numbers that the norm has found."""
+    return pool_kernels.halve_normed(y, found, act=act)
+
+
+def peak_errors(shape):
+    """Of the largest value of each channel; small whole numbers, so that some pixels are equal."""
+    noise = torch.Generator().manual_seed(0)
+    x = torch.randint(-3, 4, shape, generator=noise).float().contiguous(memory_format=torch.channels_last)
+    peaks, dz = pool_kernels.peak(x), torch.randn(shape[:2], generator=noise)
+    dx, leaf = pool_kernels.spread_peak(dz, x, peaks), x.double().requires_grad_()
+    exact = torch.amax(leaf, dim=(2, 3))
+    exact.backward(dz.double())
+    return {"output": _error(peaks, exact.detach()), "input": _error(dx, leaf.grad)}
+
+
+def stem_errors(side, act, outputs):
+    """Of a convolution of images with fixed filters, its bias and its activation."""
+    noise = torch.Generator().manual_seed(0)
+    conv = nn.Conv2d(3, 24, 2)
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=noise))
+    images = torch.randn(5, 4, side, side + 1, generator=noise).contiguous(memory_format=torch.channels_last)
+    z = stem_kernels.forward(images, conv, act=act, outputs=outputs)
+    assert not z[:, 24:].any()
+    dz = torch.randn(z.shape, generator=noise).contiguous(memory_format=torch.channels_last)
+    dbias = stem_kernels.bias_gradient(dz, images, conv, act=act)
+    exact = ACTS[act](conv.double()(images[:, :3].double()))
+    exact.backward(dz[:, :24].double())
+    return {"output": _error(z[:, :24], exact.detach()), "bias": _error(dbias, conv.bias.grad)}
+
+
 def _norm(x, mean, variance, weight, bias):
     if x.numel() == x.shape[1]:  # torch refuses to train on one row
         return (
@@ -143,6 +198,12 @@ if __name__ == "__main__":
             found[f"{name}, gated"] = gated_errors(shape)
     for side, two in ((9, False), (12, True)):
         found[f"{side} pixels, pooled"] = pooled_errors((2, 24, side, side), two)
+    for side, act, two in ((9, "gelu", False), (12, "relu", True), (13, "none", True)):
+        found[f"{side} pixels, halved, {act}"] = halved_errors((2, 24, side, side + 1), act, two)
+    found["channels beyond a tile, halved"] = halved_errors((3, 144, 7, 7), "gelu", False)
+    found["peaks"] = peak_errors((3, 300, 3, 4))
+    for side, act, outputs in ((9, "gelu", 24), (32, "silu", 32)):
+        found[f"{side} pixels, stem"] = stem_errors(side, act, outputs)
     for name, (mean, deviation) in INPUTS.items():
         found[name] = errors(SHAPES["a short last tile"], "silu", mean=mean, deviation=deviation)
     print(json.dumps(found))

@@ -8,18 +8,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import interpreting
 from falconet.models import fusion, zoo
 from falconet.models.freezing import Frozen
-from falconet.models.fused_layers import FusedExcitation, FusedNorm, fits
+from falconet.models.fused_layers import FusedExcitation, FusedHalving, FusedNorm, fits
 from falconet.models.groupnorm import FastGroupNorm, FusedGroupNorm
 from falconet.parallel.batchnorm import over
 
 SHAPES = ["few channels", "a short last tile", "several programs", "channels beyond a tile"]
-ADDED = {"none": (0, 1, 2), "relu": (0, 1, 2), "silu": (0,), "hard_swish": (0,), "relu6": (0,)}
+ADDED = {"none": (0, 1, 2), "relu": (0, 1, 2), "silu": (0,), "hard_swish": (0,), "relu6": (0,), "gelu": (0,)}
 CASES = [
     "one row",
     *SHAPES,
     *(f"{act}, {adds} added, {n} gradients" for act, kinds in ADDED.items() for adds in kinds for n in (1, 2)),
     *(f"{name}, gated" for name in SHAPES),
     *("9 pixels, pooled", "12 pixels, pooled"),
+    *("9 pixels, halved, gelu", "12 pixels, halved, relu", "13 pixels, halved, none", "channels beyond a tile, halved"),
+    *("9 pixels, stem", "32 pixels, stem", "peaks"),
     *("random", "huge mean", "tiny variance", "constant"),
 ]
 ROUNDED = {"huge mean": 1e-4, "tiny variance": 1e-4}  # the input's own rounding is that large a part of its deviation
@@ -63,6 +65,8 @@ NETWORKS = {
     "efficientnet-b0 with group norm": 49,
     "efficientnet-cifar with proxy norm": 49,
     "resnet18 with one-pass norm": 20,
+    "speednet8-cifar": 6,
+    "speednet11-cifar": 9,
 }
 GROUPS = {"norm_type": "group", "norm_num_groups": 8}
 NORMS = {
@@ -97,6 +101,45 @@ def test_every_norm_of_a_network_is_fused_and_computes_the_same(name):
         torch.testing.assert_close(weight.grad, expected.grad, rtol=tolerance, atol=tolerance, msg=key)
     for (key, expected), value in zip(plain.named_buffers(), model.buffers(), strict=True):
         assert torch.equal(expected, value), key
+
+
+class Halved(nn.Module):
+    """A pool, a norm and an activation after a convolution."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.conv, self.pool, self.norm, self.act = nn.Conv2d(3, 8, 1), nn.MaxPool2d(2), nn.BatchNorm2d(8), act
+
+    def forward(self, x):
+        return self.act(self.norm(self.pool(self.conv(x))))
+
+
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [(nn.GELU(), "gelu"), (nn.functional.gelu, "gelu"), (nn.ReLU(), "relu"), (nn.GELU("tanh"), "none")],
+)
+def test_a_pool_before_a_norm_is_part_of_it(act, kind):
+    (layer,) = [each for each in fusion.fuse(Halved(act)).model.modules() if isinstance(each, FusedHalving)]
+    assert layer.kind == kind
+
+
+def test_gelu_by_a_tangent_is_left_to_torch():
+    def act(x):
+        return nn.functional.gelu(x, approximate="tanh")
+
+    model = Halved(act).train()
+    found = fusion.fuse(model).model
+    assert torch.equal(found(images(8)), model(images(8)))
+    assert [each.kind for each in found.modules() if isinstance(each, FusedHalving)] == ["none"]
+
+
+@pytest.mark.parametrize(("count", "side"), [(1, 2), (1, 3), (4, 1)])
+def test_what_torch_refuses_is_refused_when_fused(count, side, monkeypatch):
+    """One value per channel has no variance, and an image of one pixel has nothing to pool."""
+    monkeypatch.setattr("falconet.models.fused_layers.fits", lambda *_: True)
+    found = fusion.fuse(Halved(nn.ReLU()).train()).model
+    with pytest.raises((ValueError, RuntimeError), match=r"more than 1 value|too small"):
+        found(images(side, count=count))
 
 
 def test_fusing_leaves_the_model_as_it_was():
@@ -216,7 +259,7 @@ def gradients(model, forward, inputs, *, dtype=None):
     with torch.autocast("cuda", dtype or torch.float16, enabled=dtype is not None):
         logits = forward(inputs)
     nn.functional.cross_entropy(logits.double(), torch.arange(len(inputs), device="cuda") % 10).backward()
-    return torch.cat([weight.grad.double().flatten() for weight in model.parameters()])
+    return torch.cat([weight.grad.double().flatten() for weight in model.parameters() if weight.requires_grad])
 
 
 @pytest.mark.gpu

@@ -181,7 +181,34 @@ def test_a_pooled_norm_compiles(dtype, compiled):
     x, found = torch.zeros(2, 64, 40, 40, dtype=dtype).to(memory_format=torch.channels_last), torch.ones(4, 64)
     z, *won = module.forward(x, found)
     module.backward(z, x, found, *won, dz2=z)
+    module.spread_peak(module.peak(x), x, module.peak(x))
+    pooled, winners, _ = module.halve(x)
+    module.halve_normed(x, found, act="gelu")
+    module.spread_halved(Reached(pooled, pooled, act="gelu"), pooled, found, found, winners, shape=x.shape)
     assert compiled > kernels  # and what merges a norm's sums
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_fused_stem_compiles(dtype, compiled):
+    module, kernels = kernels_of("falconet.models.stem_kernels")
+    images, conv = (
+        torch.zeros(2, 4, 32, 32, dtype=dtype).to(memory_format=torch.channels_last),
+        torch.nn.Conv2d(3, 24, 2),
+    )
+    z = module.forward(images, conv, act="gelu", outputs=32)
+    module.bias_gradient(z, images, conv, act="gelu")
+    assert compiled == kernels
+
+
+@pytest.mark.run
+def test_pixels_compile(compiled):
+    module, kernels = kernels_of("falconet.data.pixel_kernels")
+    images = torch.zeros(3, 32, 32, 3, dtype=torch.uint8)
+    for reflects in (False, True):
+        module.pick(images, torch.zeros(3, 4, dtype=torch.int64), reflects=reflects, out=images)
+    module.normalise(images.permute(0, 3, 1, 2), *torch.ones(2, 3), dtype=torch.bfloat16, channels=4)
+    assert compiled == kernels
 
 
 @pytest.mark.run

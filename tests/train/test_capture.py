@@ -128,6 +128,9 @@ class Notes:
         self.error = None
         self.step = CapturedStep(self, World(device=stream.device), note=self.note.append)
 
+    def prepare_for(self, batch):
+        """Nothing is compiled."""
+
     def make(self, micro_batches):
         self.events.append(f"make {len(micro_batches[0].labels)}")
         if self.captures and self.error:
@@ -172,11 +175,22 @@ def test_each_size_and_every_change_of_what_is_trained_has_a_graph(notes):
         notes.update(2)
     notes.update()
     assert notes.events == ["make 2"] * 3 + ["capture", "make 2", "replay", "replay"]
-    notes.events.clear()
+
+
+def test_an_update_that_trains_less_than_a_captured_one_is_captured_after_one(notes):
     notes.model.bias.requires_grad_(False)
     for _ in range(4):
         notes.update()
+    notes.events.clear()
+    notes.model.bias.requires_grad_(True)  # more: its kernels are not known yet
+    for _ in range(4):
+        notes.update()
     assert notes.events == ["make 4"] * 3 + ["capture", "make 4", "replay"]
+    notes.events.clear()
+    notes.model.weight.requires_grad_(False)  # less
+    for _ in range(3):
+        notes.update()
+    assert notes.events == ["make 4", "capture", "make 4", "replay", "replay"]
 
 
 def test_an_update_that_cannot_be_captured_is_made_without_a_graph_as_all_after_it(notes):
@@ -270,6 +284,13 @@ CASES = {
     "recompute": "--model resnet8-cifar --enable-recompute",
     "recompute with drop path": "--model efficientnet-b0 --efficientnet-drop-path 0.3 --enable-recompute",
     "group norm": "--model resnet8-cifar --norm-type group --norm-num-groups 8",
+    "muon": "--model speednet8-cifar --optimizer muon",
+    **{
+        f"freezing, {rule}": (
+            f"--model {model} --freeze conv1 --freeze-after 1 --precision 16.32 --loss-scaling 128 --optimizer {rule}"
+        )
+        for rule, model in (("sgd", "resnet8-cifar"), ("lars", "resnet8-cifar"), ("muon", "speednet8-cifar"))
+    },
 }
 
 
