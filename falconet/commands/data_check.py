@@ -1,6 +1,7 @@
 """`falconet data check`: decode every photo of a dataset and report what is wrong or unusual about it."""
 
 import json
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,17 @@ from falconet import writing
 from falconet.config.commands import DataCheckOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
-from falconet.config.options import DataCheck
+from falconet.config.options import Data, DataCheck
 from falconet.data import check_report, exclusion, layout
 from falconet.data.check_report import Checked
-from falconet.data.dataset import home_of
+from falconet.data.dataset import home_of, open_dataset
 from falconet.data.findings import Findings, Limits, Photo, Photos, find, superfluous
 from falconet.data.inspection import Inspection, inspect
 from falconet.data.layout import Division
 from falconet.data.sources import tfrecord
 from falconet.data.storage import ArraySource, FileSource, Splits
 from falconet.data.unlisted import unlisted
-from falconet.errors import DataError, Interrupted, LinkError
+from falconet.errors import DataError, Interrupted, LinkError, printable
 from falconet.exits import BROKEN, DONE
 from falconet.parallel import world
 from falconet.report import data_page
@@ -51,10 +52,8 @@ def run(loaded: Loaded[DataCheckOptions]) -> int:
         limits=limits,
     )
     say = Screen().line
-    for line in check_report.lines(checked):
-        say(line)
-    for line in _written(options, checked, photos):
-        say(line)
+    for line in (*check_report.lines(checked), *_written(options, checked, photos)):
+        say(printable(line))
     if checked.is_partial:
         raise Interrupted
     return BROKEN if findings.is_broken else DONE
@@ -165,7 +164,7 @@ def _write_exclusion(options: DataCheck, checked: Checked, photos: Photos) -> st
     left_out = {photo.number: photo for photo in findings.broken_photos()}
     broken = len(left_out)
     left_out |= {photo.number: photo for photo in _copies(options, findings)}
-    trains = f"`falconet train {options.source} --exclude-list {path}`"
+    trains = f"`{shlex.join(['falconet', 'train', str(options.source), '--exclude-list', str(path)])}`"
     remarks = [
         f"photos that {trains} leaves out",
         *(["incomplete: the check was stopped"] if checked.is_partial else []),
@@ -173,7 +172,24 @@ def _write_exclusion(options: DataCheck, checked: Checked, photos: Photos) -> st
     files = (_file(photos, left_out[number]) for number in sorted(left_out))
     _write("--exclude-list", path, exclusion.text_of(files, home=home_of(options.source), remarks=remarks))
     copies = f" and {len(left_out) - broken:,} copies" if options.exclude_duplicates != "none" else ""
-    return f"{path} lists {counted(broken, 'broken photo')}{copies}; {trains} leaves them out"
+    listed, refusal = f"{path} lists {counted(broken, 'broken photo')}{copies}", _refusal(options)
+    return f"{listed}; {trains} leaves them out" + (f" once this is mended: {refusal}" if refusal else "")
+
+
+def _refusal(options: DataCheck) -> str:
+    """Why training would refuse what the list leaves; empty: it would not."""
+    data = Data(
+        data="folder",
+        data_dir=options.source,
+        exclude_list=options.exclude_list,
+        val_fraction=options.val_fraction,
+        check_images="no",  # the list has the broken ones
+    )
+    try:
+        open_dataset(data, model="resnet18", global_batch=1, seed=options.seed, to_train=True)
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def _copies(options: DataCheck, findings: Findings) -> list[Photo]:

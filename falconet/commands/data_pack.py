@@ -8,8 +8,9 @@ from falconet.config.fields import value_or
 from falconet.config.load import Loaded
 from falconet.data import exclusion, layout, native, packing
 from falconet.data.dataset import home_of
+from falconet.data.headers import MISSING
 from falconet.data.storage import FileSource
-from falconet.errors import DataError, Interrupted, named_option
+from falconet.errors import DataError, Interrupted, named_option, printable
 from falconet.exits import BROKEN, DONE
 from falconet.parallel import world
 from falconet.report.console import Counting, Say, Screen, are, counted
@@ -22,7 +23,8 @@ def run(loaded: Loaded[PackOptions]) -> int:
     options = loaded.options.pack
     assert options.source is not None
     assert options.target is not None
-    say = Screen().line
+    screen = Screen()
+    say: Say = lambda text: screen.line(printable(text))  # noqa: E731, names of files may have line breaks
     sources = _sources(options.source, options.exclude_list, say)
     target = _made(options.target)
     shards = packing.plan(sources, shard_size=options.shard_size)
@@ -52,12 +54,19 @@ def run(loaded: Loaded[PackOptions]) -> int:
     if not broken:
         return DONE
     photos = counted(sum(map(len, sources.values())), "photo")
-    say(f"left out {len(broken):,} of {photos}, which cannot be decoded; {target / LIST} lists all:")
+    say(f"left out {len(broken):,} of {photos}, which {_why(broken)}; {target / LIST} lists all:")
     for each in broken[:MOST_NAMED]:
         say(f"  {each.path}: {each.reason}")
     if len(broken) > MOST_NAMED:
         say(f"  and {len(broken) - MOST_NAMED:,} more")
     return BROKEN
+
+
+def _why(broken: list[packing.Broken]) -> str:
+    missing = sum(each.reason == MISSING for each in broken)
+    return " or ".join(
+        [*(["are missing"] if missing else []), *(["cannot be decoded"] if missing < len(broken) else [])]
+    )
 
 
 def _list(broken: list[packing.Broken], target: Path, *, source: Path) -> None:

@@ -67,6 +67,8 @@ class Copies:
 
 
 class ClassSize(NamedTuple):
+    """The whole photos of a class."""
+
     name: str
     train: int
     validation: int
@@ -166,9 +168,11 @@ class Photos:
         names, sets = self.splits.class_names, self.splits.label_sets
         return names[number] if sets is None else " | ".join(names[at] for at in np.flatnonzero(sets[number]).tolist())
 
-    def class_sizes(self) -> tuple[ClassSize, ...]:
-        counts = [self._counts(source.labels) for source in (self.train, self.validation)]
-        return tuple(map(ClassSize, self.splits.class_names, *(each.tolist() for each in counts)))
+    def class_sizes(self, seen: Inspection) -> tuple[ClassSize, ...]:
+        """The photos of each class that can be used: those that are broken are left out of training."""
+        usable, border = seen.marks & Mark.BROKEN == 0, len(self.train)
+        parts = (self.train.labels[usable[:border]], self.validation.labels[usable[border:]])
+        return tuple(map(ClassSize, self.splits.class_names, *(self._counts(part).tolist() for part in parts)))
 
     def _counts(self, labels: IntArray) -> IntArray:
         names, sets = self.splits.class_names, self.splits.label_sets
@@ -179,7 +183,7 @@ class Photos:
 
 def find(photos: Photos, seen: Inspection, limits: Limits) -> Findings:
     """Everything that the inspection, perhaps of a part of the photos, has found."""
-    sizes = photos.class_sizes()
+    sizes = photos.class_sizes(seen)
     empty = _empty_folders(photos)
     has_both = len(photos.train) > 0 and len(photos.validation) > 0
     return Findings(

@@ -1,6 +1,7 @@
 """Packs class folders into shards: the same bytes however often it is started."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from falconet.data import native
+from falconet.data.headers import MISSING
 from falconet.data.image_files import UnreadableImageError, open_rgb, read_regular
 from falconet.data.native.binding import Library
 from falconet.data.sources import packed
@@ -46,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """A photo that was left out, because it cannot be decoded."""
+    """A photo that was left out, because it is missing or cannot be decoded."""
 
     path: Path
     reason: str
@@ -84,7 +86,8 @@ def made(shard: Shard, target: Path, recipe: Recipe) -> bool:
     path = target / shard.name
     try:
         head = packed.read_head(path)
-        newest = max(shard.source.path(index).stat().st_mtime for index in range(shard.begin, shard.end))
+        files = (_stat(shard.source.path(index)) for index in range(shard.begin, shard.end))
+        newest = max((found.st_mtime for found in files if found), default=0.0)
         facts = {name: fact for name, fact in head.facts.items() if name != LEFT_OUT}
         return bool(facts == _facts(shard, recipe) and path.stat().st_mtime >= newest)
     except (DataError, OSError):
@@ -164,6 +167,8 @@ def prepared(path: Path, *, recipe: Recipe, library: Library | None) -> Outcome:
     try:
         original = read_regular(path)
     except OSError as error:
+        if _leads_nowhere(path, error):
+            return Outcome(b"", 0, False, MISSING)
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     data = original if recipe.resize is None else shrunk(original, recipe.resize)
     marked = library.restart_marked(data, interval=INTERVAL) if library is not None and data else None
@@ -211,10 +216,26 @@ def _digest(shard: Shard) -> str:
     """Digest of the names, labels and sizes of the files."""
     total = hashlib.sha256()
     for index in range(shard.begin, shard.end):
-        size = shard.source.path(index).stat().st_size
+        found = _stat(shard.source.path(index))
+        size = found.st_size if found else MISSING
         total.update(f"{int(shard.source.labels[index])} {size} ".encode())
         total.update(os.fsencode(shard.source.name(index)) + b"\0")
     return total.hexdigest()
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """None: a link that leads nowhere."""
+    try:
+        return path.stat()
+    except OSError as error:
+        if _leads_nowhere(path, error):
+            return None
+        raise
+
+
+def _leads_nowhere(path: Path, error: OSError) -> bool:
+    """Whether a photo is a link to nothing, or to itself; one that is gone may be on a disk that is."""
+    return error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink()
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def test_everything_is_in_the_table_the_list_and_the_json(falconet, odd):
     assert answer.code == 1, answer.err
     table = {line[2:].split("  ")[0].strip() for line in answer.out.splitlines() if line.startswith("  ")}
     assert {"broken: truncated", "CMYK", "same file in train and val", "class without a photo in val"} <= table
-    assert "4.5 times as many; `--sampler balanced`" in answer.out
+    assert "7 photos of 'cat' to train on, 2 of 'bird', 3.5 times as many; `--sampler balanced`" in answer.out
     assert "note: odd/train/dog/pipe.jpg: passed over, a pipe" in answer.out
     assert "note: 1 hidden name passed over" in answer.out
     assert "note: 1 other file passed over: 1 .txt" in answer.out
@@ -70,10 +70,13 @@ def test_every_photo_cut_at_256_kib_is_found_and_named(falconet, tmp_path):
     answer = falconet("data check photos --exclude-list broken.txt")
     assert answer.code == 1
     assert re.search(r"^  broken: truncated +112  photos/train/\S+, photos/train/\S+ and 110 more$", answer.out, re.M)
-    listed = [line for line in Path("photos-check.txt").read_text().splitlines() if line.startswith("broken-")]
+    found = Path("photos-check.txt").read_text().splitlines()
+    listed = [line for line in found if line.startswith("broken-truncated")]
     assert [line.split("\t")[1] for line in listed] == [os.path.relpath(path) for path in cut]
     lines = Path("broken.txt").read_text().splitlines()
     assert lines[1:] == [os.path.relpath(path, "photos") for path in cut]
+    gone = [line for line in found if line.startswith("broken-class-only-in-val")]  # no whole photo is left to train on
+    assert gone == [f"broken-class-only-in-val\t{name}" for name in layouts.CLASSES[:2]]
 
 
 TRAIN = "--model resnet8-cifar --image-size 24 --micro-batch-size 4 --warmup-epoch 0 --threads 1 --device cpu --epoch 1"
@@ -107,6 +110,39 @@ def test_training_and_what_follows_leave_out_what_the_check_listed(falconet, odd
     elsewhere = odd_photos.build(Path("elsewhere"))
     (elsewhere / "val/dog/cut.jpg").unlink()
     assert falconet("validate r elsewhere").code == 0
+
+
+def test_training_is_recommended_only_where_it_works(falconet, fine):
+    broken = fine / "train" / layouts.CLASSES[0] / "broken.jpg"
+    broken.write_bytes(b"no photo")
+    ends = "broken.txt lists 1 broken photo; `falconet train photos --exclude-list broken.txt` leaves them out"
+    assert falconet("data check photos --exclude-list broken.txt").out.endswith(f"{ends}\n")
+    (fine / "val/heron").mkdir()
+    broken.replace(fine / "val/heron/broken.jpg")
+    other = next((fine / "val" / layouts.CLASSES[0]).iterdir())
+    (fine / "val/heron/whole.jpg").write_bytes(other.read_bytes())
+    answer = falconet("data check photos --exclude-list broken.txt")
+    why = "photos/val/heron: photos/train has no class 'heron'; expected the same classes in both"
+    assert answer.out.endswith(f"{ends} once this is mended: {why}\n")
+    assert falconet(f"train photos {TRAIN} --exclude-list broken.txt").err == f"falconet train: {why}\n"
+
+
+def test_a_class_that_the_list_would_empty_is_named(falconet, fine):
+    for photo in (fine / "train" / layouts.CLASSES[0]).iterdir():
+        photo.write_bytes(b"no photo")
+    answer = falconet("data check photos --exclude-list broken.txt")
+    why = f"--exclude-list: broken.txt: lists every training photo of '{layouts.CLASSES[0]}'; expected some to be left"
+    assert answer.out.endswith(f" once this is mended: {why}\n")
+
+
+def test_a_line_break_in_a_name_stays_on_its_line(falconet, fine):
+    folder = fine / "train" / layouts.CLASSES[0]
+    (folder / "two\nlines.jpg").write_bytes(b"no photo")
+    (fine / "train/empty\nfolder").mkdir()
+    answer = falconet("data check photos")
+    assert r"/two\nlines.jpg" in answer.out
+    assert r"train/empty\nfolder" in answer.out
+    assert not [line for line in answer.out.splitlines() if line.startswith(("lines.jpg", "folder"))]
 
 
 def test_names_with_odd_bytes_and_markup_are_checked_listed_and_left_out(falconet, fine):

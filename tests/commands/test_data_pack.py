@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,27 @@ def test_a_file_that_is_not_an_image_is_named_counted_and_left_out(falconet, roo
     splits = layout.load_photos(Path("packed"))
     assert (len(splits.train), len(splits.validation)) == (17, 6)
     assert str(name).removeprefix("train/") not in [splits.train.name(index) for index in range(17)]
+
+
+def test_a_link_that_leads_nowhere_is_named_and_left_out(falconet, root):
+    folder = next((root / "train").iterdir())
+    (folder / "gone.jpg").symlink_to("nowhere.jpg")
+    (folder / "round.jpg").symlink_to("round.jpg")
+    checked = falconet(f"data check {root}")
+    assert re.search(r"^  broken: missing +2 ", checked.out, re.M)
+    answer = falconet(f"data pack {root} packed")
+    assert answer.code == 1, answer.err
+    left_out = [f"  {folder / name}: missing" for name in ("gone.jpg", "round.jpg")]
+    said = "left out 2 of 26 photos, which are missing; packed/broken_photos.txt lists all:"
+    assert answer.out.splitlines()[1:] == [said, *left_out]
+    again = falconet(f"data pack {root} packed")
+    assert (again.code, again.out.splitlines()[0]) == (1, "packed: nothing to do, 2 shards are already there")
+    assert len(layout.load_photos(Path("packed")).train) == 18
+
+
+def test_a_line_break_in_a_name_stays_on_its_line(falconet, root):
+    (next((root / "train").iterdir()) / "two\nlines.jpg").write_text("hello")
+    assert "two\\nlines.jpg: not an image\n" in falconet(f"data pack {root} packed").out
 
 
 def test_every_photo_cut_at_256_kib_is_left_out_and_listed_however_often_it_is_packed(falconet, tmp_path):
