@@ -10,7 +10,7 @@ from falconet.errors import ConfigError, DataError, LinkError
 from falconet.report import plots, run_page
 from falconet.report.console import Screen
 from falconet.report.curves import csv_lines
-from falconet.report.run_files import REPORT, RESULTS, RunFiles, read_run
+from falconet.report.run_files import METRICS, REPORT, RESULTS, RunFiles, read_run
 
 
 def run(loaded: Loaded[ReportOptions]) -> int:
@@ -23,8 +23,9 @@ def run(loaded: Loaded[ReportOptions]) -> int:
             target.write_text(run_page.page(runs), encoding="utf-8")
         else:
             writing.replace(target.parent, target.name, run_page.page(runs))
-        if is_own:
-            writing.replace(target.parent, RESULTS, "".join(f"{line}\n" for line in csv_lines(runs[0])))
+        table = _table_beside(target, is_own=is_own, runs=runs)
+        if table is not None:
+            writing.replace(table.parent, table.name, "".join(f"{line}\n" for line in csv_lines(*runs)))
         drawn = plots.save(runs, target.parent) if options.save_plots else []
     except LinkError as error:
         raise LinkError(error.path, "--output") from None
@@ -33,10 +34,16 @@ def run(loaded: Loaded[ReportOptions]) -> int:
     for each in runs:
         for problem in each.problems:
             say(f"note: {problem}")
-    say(f"written to {target}" + (f" and {target.parent / RESULTS}" if is_own else ""))
+    say(f"written to {target}" + (f" and {table}" if table else ""))
     if drawn:
         say(f"{len(drawn)} plots written to {target.parent / plots.FOLDER}")
     return 0
+
+
+def _table_beside(target: Path, *, is_own: bool, runs: Sequence[RunFiles]) -> Path | None:
+    """Where every epoch goes in numbers; None: nowhere, so that a page elsewhere replaces no table of a run."""
+    is_a_runs = (target.parent / METRICS).exists()
+    return target.parent / RESULTS if is_own or (len(runs) > 1 and not is_a_runs) else None
 
 
 def _read(folders: Sequence[Path], say: Callable[[str], None]) -> list[RunFiles]:

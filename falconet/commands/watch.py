@@ -24,7 +24,7 @@ from falconet.exits import DONE
 from falconet.report import dashboard, epoch_lines, folders, gpu_driver, live_server
 from falconet.report.console import NOTICE, Lines, Screen
 from falconet.report.dashboard import Place
-from falconet.report.followed_runs import FollowedFolder, FollowedRun, what_is_there
+from falconet.report.followed_runs import RUNS, FollowedFolder, FollowedRun, what_is_there
 from falconet.report.live_site import Site
 
 LEAST_SECONDS = 1.0  # between two looks
@@ -35,7 +35,7 @@ FOOT = "q or Ctrl-C leaves; the run goes on"
 
 def run(loaded: Loaded[WatchOptions]) -> int:
     options = loaded.options.watch
-    folder, console = options.source or folders.home("runs"), Lines(highlight=False, soft_wrap=True)
+    folder, console = options.source or folders.home(RUNS), Lines(highlight=False, soft_wrap=True)
     with terminated_as_interrupted():  # so that the terminal is put in order
         if options.page:
             return _serve(folder, options)

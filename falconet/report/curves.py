@@ -9,6 +9,7 @@ from falconet.report.epochs import in_short
 from falconet.report.run_files import RunFiles
 
 MOST_POINTS = 1500  # of a curve: more than the columns of a chart
+MOST_EPOCHS = 4  # of equal values, by number
 Role = Literal["training", "validation", "average"]
 Points = Sequence[tuple[float, float]]  # epochs and values
 
@@ -167,13 +168,20 @@ def _sentence(curve: Curve, *, is_lower_better: bool) -> str:
     (first, begin), (last, end) = curve.points[0], curve.points[-1]
     if len(curve.points) == 1:
         return f"{curve.label}: {short(end)} after epoch {in_short(last)}."
-    pick = min if is_lower_better else max
-    at, best = pick(curve.points, key=lambda point: point[1])
+    best = (min if is_lower_better else max)(value for _, value in curve.points)
     word = "lowest" if is_lower_better else "highest"
     return (
         f"{curve.label}: {short(begin)} after epoch {in_short(first)}, {short(end)} after epoch {in_short(last)},"
-        f" {word} {short(best)} after epoch {in_short(at)}."
+        f" {word} {short(best)} after {_epochs([epoch for epoch, value in curve.points if value == best])}."
     )
+
+
+def _epochs(found: Sequence[float]) -> str:
+    """`epoch 3`, or `epochs 1, 2 and 3` of equal values, or `epoch 1 and 4 later ones`."""
+    names = [in_short(epoch) for epoch in found]
+    if len(names) > MOST_EPOCHS:
+        return f"epoch {names[0]} and {len(names) - 1} later ones"
+    return f"epoch {names[0]}" if len(names) == 1 else f"epochs {', '.join(names[:-1])} and {names[-1]}"
 
 
 def short(value: float) -> str:
@@ -254,13 +262,19 @@ def columns_in(rows: Sequence[Row]) -> list[str]:
     return ["epoch", "update", *(column for column in COLUMNS.values() if any(column in row for row in rows))]
 
 
-def csv_lines(run: RunFiles) -> Iterator[str]:
-    """results.csv: a header, and a row per epoch; an empty cell was not measured."""
-    rows = epoch_rows(run)
-    columns = columns_in(rows)
-    yield ",".join(columns)
-    for row in rows:
-        yield ",".join(_cell(row.get(column)) for column in columns)
+def csv_lines(*runs: RunFiles) -> Iterator[str]:
+    """results.csv: a header, and a row per epoch; an empty cell was not measured. Of several runs, each row names its
+    run.
+    """
+    rows = [(run, row) for run in runs for row in epoch_rows(run)]
+    columns = columns_in([row for _, row in rows])
+    yield ",".join([*(["run"] if len(runs) > 1 else []), *columns])
+    for run, row in rows:
+        yield ",".join([*([_quoted(run.name)] if len(runs) > 1 else []), *(_cell(row.get(each)) for each in columns)])
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"' if any(each in text for each in ',"\n\r') else text
 
 
 def _cell(value: float | None) -> str:

@@ -246,7 +246,7 @@ def runs_lines(runs: Mapping[str, RunFiles], place: Place, *, where: Path, left_
     space = max(NAME // 2, place.width - sum(each.width + len(GAP) for each in columns))
     names = [_fitted(printable(name), space) for name in shown]
     table = table_lines([Column("run", names, is_left=True), *columns], place.width) if names else []
-    left, mixed = count - len(shown), [Text(MIXED, style="dim")] if is_mixed(runs.values()) else []
+    left, mixed = count - len(shown), [Text(MIXED, style="dim")] if is_mixed([*runs.values()]) else []
     lines = [_between(Text(printable(str(where)), style="bold"), words, place.width), Text(), *table]
     return _finished([*lines, *([Text(f"and {left:,} older", style="dim")] if left else []), *mixed], place)
 

@@ -1,10 +1,14 @@
 """Runs that are looked at again and again, in this process or another's: of their files only what is new is read."""
 
+import contextlib
+import difflib
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from falconet.errors import DataError
+from falconet.errors import NEAR, DataError
+from falconet.report import folders
 from falconet.report.foreign_folder import ForeignFolder, Known, Mark
 from falconet.report.run_files import (
     ANSWERS,
@@ -32,6 +36,9 @@ FOLLOWED = (
     *(ANSWERS, SEEN, LAYERS, ENVIRONMENT, MEMORY, ENDED, PROFILE),
 )
 MOST_RUNS = 500  # of a folder, the newest
+RUNS = "runs"  # where new run folders go by default
+PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+MOST_SEEN, DEEPEST = 2000, 2  # names that are looked at for photos, and folders below the one given
 
 
 class FollowedRun:
@@ -84,11 +91,9 @@ def what_is_there(folder: Path) -> FollowedRun | FollowedFolder | str:
     """A run, a folder of runs, or the words for what is waited for; DataError if nothing can come of it."""
     try:
         if not folder.exists():
-            if folder.absolute().parent.is_dir():
+            if folder == folders.home(RUNS):  # the first run makes it
                 return f"{folder} does not exist yet"
-            raise DataError(
-                f"{folder}: no such folder, nor the one above it; expected a run folder, or a folder of runs"
-            )
+            raise DataError(f"{folder}: no such folder; expected a run folder, or a folder of runs{_near(folder)}")
         with ForeignFolder(folder) as files:
             if is_run(files):
                 return FollowedRun(folder)
@@ -96,9 +101,38 @@ def what_is_there(folder: Path) -> FollowedRun | FollowedFolder | str:
         followed = FollowedFolder(folder)
         if followed.look():
             return followed
+        if photo := _photo_in(folder):
+            raise DataError(
+                f"{folder}: holds photos, such as {photo}, and no run; expected a run folder, or a folder of runs"
+            )
         strange = [each.name for each in folder.iterdir() if each.name not in names and not each.name.startswith(".")]
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror or error}; expected a run folder, or a folder of runs") from error
     if strange:
         raise DataError(f"{folder}: not a run folder, nor are there runs in it; expected {CONFIG} and {METRICS}")
     return f"there is no run in {folder} yet"
+
+
+def _near(folder: Path) -> str:
+    """`; did you mean 'x'?` for a folder of nearly the same name, beside it or among the runs."""
+    places: dict[str, Path] = {}
+    for parent in (folder.parent, folders.home(RUNS)):
+        with contextlib.suppress(OSError):
+            places |= {each.name: each for each in sorted(parent.iterdir()) if each.is_dir()}
+    near = difflib.get_close_matches(folder.name, places, n=1, cutoff=NEAR)
+    return f"; did you mean '{places[near[0]]}'?" if near else ""
+
+
+def _photo_in(folder: Path) -> str | None:
+    """A photo in a folder, its subfolders or theirs; a run that is just begun has none."""
+    waiting, seen = [(str(folder), 0)], 0
+    while waiting and seen < MOST_SEEN:
+        place, depth = waiting.pop(0)
+        with os.scandir(place) as found:
+            for each in itertools.islice(found, MOST_SEEN):
+                seen += 1
+                if each.is_dir(follow_symlinks=False) and depth < DEEPEST and not each.name.startswith("."):
+                    waiting.append((each.path, depth + 1))
+                elif each.name.lower().endswith(PHOTOS):
+                    return os.path.relpath(each.path, folder)
+    return None

@@ -83,9 +83,13 @@ class ForeignFolder:
 
         def parsed(data: bytes) -> dict[str, Any]:
             content = _loaded(data.decode(errors="replace"))
-            if data and not isinstance(content, dict):
-                self._note(f"{name}: not JSON")
-            return content if isinstance(content, dict) else {}
+            if isinstance(content, dict):
+                return content
+            is_json = content is not None or data.strip() == b"null"
+            self.note(
+                f"{name}: {'empty' if not data else 'not a JSON object' if is_json else 'not JSON'}, and left out"
+            )
+            return {}
 
         return self._read(name, parsed) or {}
 
@@ -106,9 +110,9 @@ class ForeignFolder:
         except FileNotFoundError:
             self._known.pop(name, None)
             if needed:
-                self._note(f"{name} is missing")
+                self.note(f"{name} is missing")
         except OSError as error:
-            self._note(f"{name}: cannot be read: {error.strerror or error}")
+            self.note(f"{name}: cannot be read: {error.strerror or error}")
         return None
 
     def lines(self, name: str) -> list[dict[str, Any]]:
@@ -124,7 +128,7 @@ class ForeignFolder:
             self._known.pop(name, None)
             return []
         except OSError as error:
-            self._note(f"{name}: cannot be read: {error.strerror or error}")
+            self.note(f"{name}: cannot be read: {error.strerror or error}")
             return []
         for line in filter(None, whole.split(b"\n")):
             content = _loaded(line.decode(errors="replace"))
@@ -135,12 +139,12 @@ class ForeignFolder:
         until, tail = known.until + len(whole) + len(end), (known.tail + whole + end)[-TAIL:]
         self._known[name] = Known(mark=mark, content=known.content, until=until, tail=tail)
         if bad[0]:
-            self._note(f"{name}: {bad[0]:,} {'line is' if bad[0] == 1 else 'lines are'} not JSON, and left out")
+            self.note(f"{name}: {bad[0]:,} {'line is' if bad[0] == 1 else 'lines are'} not JSON, and left out")
         last = _loaded(rest.decode(errors="replace")) if rest else None
         if isinstance(last, dict):
             return [*lines, last]
         if rest and not self.is_locked():
-            self._note(f"{name}: the last line is torn, and left out")
+            self.note(f"{name}: the last line is torn, and left out")
         return list(lines)
 
     def _has_grown(self, handle: int, mark: Mark, known: Known) -> bool:
@@ -150,7 +154,7 @@ class ForeignFolder:
 
     def _bytes(self, handle: int, name: str, *, since: int) -> bytes:
         if os.fstat(handle).st_size > MOST_BYTES:
-            self._note(f"{name}: only the first {MOST_BYTES >> 20} MiB are shown")
+            self.note(f"{name}: only the first {MOST_BYTES >> 20} MiB are shown")
         with os.fdopen(os.dup(handle), "rb") as file:
             file.seek(since)
             return file.read(max(0, MOST_BYTES - since))
@@ -181,7 +185,8 @@ class ForeignFolder:
         finally:
             os.close(handle)
 
-    def _note(self, problem: str) -> None:
+    def note(self, problem: str) -> None:
+        """Keep what cannot be read of a file, after its name."""
         self.problems.append(printable(f"{self.folder.name}/{problem}"))
 
 

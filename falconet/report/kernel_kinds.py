@@ -32,7 +32,7 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     ),
     (
         "copies",
-        r"^Memcpy|AddPadding|^_pack$|^_expand$|convertTensor|setTensor|^Memset|nchwToNhwc|nhwcToNchw|CatArray|copy_kernel|_to_copy|aten::(copy_|cat|clone|contiguous)$",
+        r"^Memcpy|AddPadding|^_pack$|^_pick$|^_expand$|convertTensor|setTensor|^Memset|nchwToNhwc|nhwcToNchw|CatArray|copy_kernel|_to_copy|aten::(copy_|cat|clone|contiguous)$",
     ),
     ("copies", r"aten::(pin_memory|_pin_memory|index_select|stack|fill_|zero_)$|FillFunctor|tensorTransformGeneric"),
     # Norms come before convolutions, because cuDNN's are in the same namespaces.
@@ -42,13 +42,13 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
         r"^_(sum|merge)_(moments|gradients|slopes|parameters|own|replicas|images)$|^_weigh_images$|^_spread_(gradients|excited)$"
         r"|^_normalise$|^_excite$|^_moments(_slopes)?$|^_elements$|^_slopes$",
     ),
-    ("pooling", r"pool|^_(sum|spread)_pooled$"),
+    ("pooling", r"pool|^_(sum|spread)_pooled$|^_halve(_normed)?$|^_spread_(halved|peak)$|^_peak$"),
     ("reduction and loss", r"softmax|nll_loss|cross_entropy|NllLoss"),
     (
         "convolution, gradient of the weights",
         r"wgrad|bwd_?weight|backward_?(filter|weight)|conv_depthwise2d_grad_weight",
     ),
-    ("convolution, gradient of the weights", r"^_(sum|merge)_products$|^_merge_weights$|^_merge$"),
+    ("convolution, gradient of the weights", r"^_(sum|merge)_products$|^_merge_weights$|^_merge$|^_sum_bias$"),
     (
         "convolution, gradient of the input",
         r"dgrad|bwd_?data|backward_?(data|input)|conv_depthwise2d_backward|^_spread$",

@@ -214,7 +214,7 @@ def _runs_table(runs: Mapping[str, RunFiles], left_out: int) -> str:
     if not rows:
         return "<p>There are no runs yet.</p>"
     more = f"<p>{counted(left_out, 'older run')} not shown.</p>" if left_out else ""
-    more += f"<p>{MIXED}</p>" if is_mixed(runs.values()) else ""
+    more += f"<p>{MIXED}</p>" if is_mixed([*runs.values()]) else ""
     return f'<div class="runs">{table("Runs", heads, rows)}</div>{more}'
 
 

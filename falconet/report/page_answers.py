@@ -62,8 +62,8 @@ def _matrix_figure(answers: Answers, element: str) -> str:
         f'<button type="button" data-zoom="all">all</button></span></div>'
         f'<div class="canvas" id="{element}" tabindex="0" role="img" aria-label="{inert(words)}"></div>'
         f"<figcaption>A row for each class, a column for what its images were taken for."
-        f'<output aria-live="polite">Point at a cell, or move with the arrow keys; +, - and 0, or a mouse wheel,'
-        f" zoom.</output></figcaption></figure>"
+        f'<output aria-live="polite">Point at a cell, or move with the arrow keys. The buttons, the keys +, - and 0, a'
+        f" mouse wheel or two fingers zoom.</output></figcaption></figure>"
     )
 
 

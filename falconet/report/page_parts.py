@@ -7,6 +7,8 @@ from typing import NamedTuple
 from falconet.errors import printable
 from falconet.report.answers import Example, Picture
 
+PRINTED = 300  # rows of a table on paper, about eight pages; as in report.css
+
 
 def inert(value: object) -> str:
     """Any text as HTML text, also within an attribute; characters that would turn its direction around are shown."""
@@ -36,12 +38,14 @@ def table(
 ) -> str:
     """A table; `sorts`: by a click on its heads. `tall`: it scrolls within a limited height."""
     heads = "".join(_head(column, sorts=sorts) for column in columns)
-    body = "".join(f"<tr>{_cells(row, columns)}</tr>" for row in rows)
-    kind = ' class="sorts"' if sorts else ""
+    body = [f"<tr>{_cells(row, columns)}</tr>" for row in rows]
+    kind, is_long = ' class="sorts"' if sorts else "", len(body) > PRINTED
+    cut = f'<p class="on-paper">Printed: the first {PRINTED} of {len(body):,} rows.</p>' if is_long else ""
+    place = f"scrolls{' tall' if tall else ''}{' long' if is_long else ''}"
     return (
-        f'<div class="scrolls{" tall" if tall else ""}" role="region" tabindex="0" aria-label="{inert(caption)}">'
+        f'<div class="{place}" role="region" tabindex="0" aria-label="{inert(caption)}">'
         f'<table{kind}><caption class="hidden">{inert(caption)}</caption><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f"<tbody>{''.join(body)}</tbody></table></div>{cut}"
     )
 
 

@@ -1,6 +1,7 @@
 """PNG and PDF plots of runs, for papers and chats, drawn by matplotlib."""
 
 import io
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ FOLDER = "plots"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6F6F00", "#555555")  # Okabe and Ito's
 ROLES = {"validation": 0, "training": 1, "average": 2}
 STYLES = {"validation": "-", "training": "--", "average": ":"}
+MOST_MARKED = 40  # points of a curve, each with a mark
 MOST_NAMED = 40  # classes whose names fit beside a matrix
 INCHES, DOTS = (6.4, 4.0), 160  # of a figure; dots per inch of a PNG
 
@@ -44,7 +46,7 @@ def save(runs: Sequence[RunFiles], folder: Path) -> list[str]:
 def _figures(runs: Sequence[RunFiles], new: "type[Figure]") -> "Iterator[tuple[str, Figure]]":
     for chart in charts_of(runs):
         figure = new(figsize=INCHES, layout="constrained")
-        _draw(chart, figure.add_subplot(), several=len(runs) > 1)
+        _draw(chart, figure, several=len(runs) > 1)
         yield chart.key, figure
     for place, run in enumerate(runs):
         suffix = f"-{place + 1}" if len(runs) > 1 else ""
@@ -54,9 +56,11 @@ def _figures(runs: Sequence[RunFiles], new: "type[Figure]") -> "Iterator[tuple[s
             yield f"calibration{suffix}", _calibration(run.answers, new, title=run.name)
 
 
-def _draw(chart: Chart, axes: "Axes", *, several: bool) -> None:
+def _draw(chart: Chart, figure: "Figure", *, several: bool) -> None:
+    axes = figure.add_subplot()
     right = axes.twinx() if chart.right_unit else None
     lines = []
+    is_short = max(len(curve.points) for curve in chart.curves) <= MOST_MARKED
     for curve in chart.curves:
         place = curve.run if several else ROLES[curve.role]
         epochs, values = zip(*curve.points, strict=True)
@@ -67,17 +71,30 @@ def _draw(chart: Chart, axes: "Axes", *, several: bool) -> None:
             STYLES[curve.role],
             color=COLOURS[place % len(COLOURS)],
             label=_literal(curve.label),
-            marker="o" if len(curve.points) <= 3 else None,
+            marker="o" if is_short or len(curve.points) == 1 else None,  # a line of one point is not seen
+            markersize=4,
         )
     axes.set(xlabel="epoch", ylabel=chart.unit or chart.title.lower(), title=_literal(chart.title))
     axes.grid(alpha=0.3)
+    _tick_epochs(chart, axes)
     if right is not None:
         right.set_ylabel(chart.right_unit)
         if chart.is_share:
             right.set_ylim(0, 100)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    axes.legend(handles=lines, fontsize="small")
+    # Below the axes: within them it would cover curves of one scale or the other.
+    figure.legend(handles=lines, fontsize="small", loc="outside lower center", ncols=2 if several else len(lines))
+    figure.set_figheight(INCHES[1] + 0.2 * math.ceil(len(lines) / 2) if several else INCHES[1] + 0.2)
+
+
+def _tick_epochs(chart: Chart, axes: "Axes") -> None:
+    """Epochs are counted whole, unless there is only a part of one to show."""
+    epochs = {epoch for curve in chart.curves for epoch, _ in curve.points}
+    if len(epochs) == 1:
+        axes.set_xticks([*epochs])
+    else:
+        axes.locator_params(axis="x", integer=max(epochs) - min(epochs) >= 1)
 
 
 def _confusion(answers: Answers, new: "type[Figure]", *, title: str) -> "Figure":

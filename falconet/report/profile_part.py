@@ -321,8 +321,12 @@ def _memory_chart(profile: Profile) -> str:
     across, up = 100 * curve.peak_at / curve.milliseconds, 100 * curve.peak / top
     bands = "".join(
         f'<span class="{name}" style="left:{100 * begin / curve.milliseconds:.2f}%;width:'
-        f'{100 * (end - begin) / curve.milliseconds:.2f}%" title="{name}, {inert(_ms(end - begin))}">{name}</span>'
+        f'{100 * (end - begin) / curve.milliseconds:.2f}%" title="{name}, {inert(_ms(end - begin))}"></span>'
         for name, begin, end in curve.phases
+    )
+    spent = {name: sum(end - begin for each, begin, end in curve.phases if each == name) for name in PHASES}
+    legend = "".join(  # a phase may be far too short for its name
+        f'<span class="{name}">{name}, {inert(_ms(lasts))}</span>' for name, lasts in spent.items() if lasts
     )
     side = "right" if across > 50 else "left"
     words = (
@@ -344,6 +348,7 @@ def _memory_chart(profile: Profile) -> str:
         f'<path d="{"".join(path)}"/></svg><b class="peak {side}" style="left:{across:.2f}%;bottom:{up:.2f}%">'
         f'<em>peak {_bytes(curve.peak)}</em></b></div><div class="phases">{bands}</div>'
         f'<div class="span"><span>0</span><span>{inert(_ms(curve.milliseconds))}</span></div>'
+        f'<div class="legend">{legend}</div>'
         f"<figcaption>{inert(words)}</figcaption></figure>"
     )
 

@@ -1,11 +1,16 @@
 """The headline numbers of runs, in words, and the options in which they differ."""
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+import posixpath
+from collections.abc import Sequence
+from dataclasses import fields
 
+from falconet.config.options import Logging
 from falconet.report.curves import short
 from falconet.report.epochs import in_short, span
 from falconet.report.foreign_folder import number
+from falconet.report.gpu_driver import joules_in_words
 from falconet.report.run_files import DEFAULT, RunFiles, Stated
 
 
@@ -45,12 +50,15 @@ def results_of(run: RunFiles) -> dict[str, str]:
         found["waiting for data"] = f"{waiting:.0f} %"
     if seconds:
         found["training time"] = span(seconds)
+    whole = number(run.summary.get("whole_seconds"))
+    if whole:
+        found["time in all"] = span(whole)
     peak = number(run.summary.get("peak_memory_bytes"))
     if peak:
         found["peak memory"] = f"{peak / 2**30:.2f} GiB"
     energy = number(run.summary.get("energy_joules"))
     if energy:
-        found["energy"] = f"{energy / 3.6e6:.3f} kWh"
+        found["energy"] = joules_in_words(energy)
     if run.answers and run.answers.calibration_error is not None:
         found["calibration error"] = f"{run.answers.calibration_error:.2f} %"
     return found
@@ -63,6 +71,13 @@ def _speed(run: RunFiles) -> float | None:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+# Options that say where something goes, or what else is written: they cannot change what is learnt.
+OUTPUTS = frozenset(each.name.replace("_", "-") for each in fields(Logging)) | {
+    *("run-dir", "temporary", "name-suffix", "resume", "plan"),
+    *("checkpoint-output-path", "checkpoints-kept", "initial-checkpoint", "validate-checkpoints", "model-cache-path"),
+}
 
 
 def differences(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
@@ -99,7 +114,22 @@ def last_of(run: RunFiles, metric: str) -> float | None:
 MIXED = "The runs have different images: their accuracies cannot be compared."
 
 
-def is_mixed(runs: Iterable[RunFiles]) -> bool:
-    """Whether runs state different images, and so may have different classes."""
-    stated = [tuple(run.options[name].value for name in ("data", "data-dir") if name in run.options) for run in runs]
-    return len(set(filter(None, stated))) > 1
+def is_mixed(runs: Sequence[RunFiles]) -> bool:
+    """Whether runs state different images, or show different classes."""
+    stated = {_images_of(run) for run in runs} - {()}
+    classes = {tuple(each.name for each in run.answers.classes) for run in runs if run.answers}
+    return len(classes) > 1 or any(not _are_same(one, other) for one, other in itertools.combinations(stated, 2))
+
+
+def _images_of(run: RunFiles) -> tuple[str, ...]:
+    """The kind of the images and their folder; nothing of a run whose options are not known."""
+    named = [run.options[name].value for name in ("data", "data-dir") if name in run.options]
+    return (*named[:1], *map(posixpath.normpath, named[1:]))
+
+
+def _are_same(one: Sequence[str], other: Sequence[str]) -> bool:
+    """One run may name the folder from where it was started, another from the root."""
+    if one[0] != other[0] or len(one) != len(other):
+        return False
+    short, long = sorted((f"/{each}" for each in (*one[1:], *other[1:])), key=len) if one[1:] else ("", "")
+    return long.endswith(short)

@@ -9,7 +9,7 @@ import math
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -165,10 +165,12 @@ def read_progress(files: ForeignFolder) -> RunFiles:
     moments, summary, mark = _moments(files), files.json(SUMMARY), files.mark(METRICS)
     written = mark[2] / 1e9 if mark else None
     ending = files.json(ENDED)
+    if not moments and files.has(METRICS) and not ending and files.is_locked() is False:  # else there may be none yet
+        files.note(f"{METRICS}: has no log points")
     return RunFiles(
         name=printable(files.folder.resolve().name),
         state=_state(files, summary, moments, written=written),
-        options=_options(files.text(CONFIG, needed=True)),
+        options=_options(files),
         plan=files.text(PLAN).splitlines()[:1000],
         moments=moments,
         update_times=[each for line in files.lines(TIMES) for each in numbers(line.get("milliseconds"))],
@@ -187,14 +189,27 @@ def read_progress(files: ForeignFolder) -> RunFiles:
 
 
 def read_all(files: ForeignFolder) -> RunFiles:
+    run = read_progress(files)
+    answers, seen, layers = (
+        _told(files, name, read) for name, read in ((ANSWERS, read_answers), (SEEN, _seen), (LAYERS, _layers))
+    )
     return replace(
-        read_progress(files),
-        answers=read_answers(files.json(ANSWERS)) or read_answers(best_validated(files.json(VALIDATED))),
-        seen=_seen(files.json(SEEN)),
-        layers=_layers(files.json(LAYERS)),
+        run,
+        answers=answers or read_answers(best_validated(files.json(VALIDATED))),
+        seen=seen,
+        layers=layers or (),
         profile=files.json(PROFILE),
         problems=files.problems,
     )
+
+
+def _told(files: ForeignFolder, name: str, read: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """What is read of a file; a note if it is an object that states something else."""
+    content = files.json(name)
+    found = read(content)
+    if content and not found:
+        files.note(f"{name}: not as a run writes it, and left out")
+    return found
 
 
 def read_memory(folder: Path) -> list[MemoryPoint]:
@@ -203,13 +218,19 @@ def read_memory(folder: Path) -> list[MemoryPoint]:
         return _memory(files)
 
 
-def _options(yaml: str) -> dict[str, Stated]:
+def _options(files: ForeignFolder) -> dict[str, Stated]:
     """Every option of config.yaml, which has one on a line, with its source as a comment."""
-    found = {}
+    found, bad, yaml = dict[str, Stated](), 0, files.text(CONFIG, needed=True)
     for line in yaml.splitlines()[:2000]:
         if match := _OPTION.fullmatch(line):
             name, value, source = match.groups()
             found[name] = Stated(_unquoted(value)[:1000], (source or DEFAULT)[:200])
+        elif line.strip() and not line.startswith("#"):
+            bad += 1
+    if bad:
+        files.note(f"{CONFIG}: {bad:,} {'line is no option' if bad == 1 else 'lines are no options'}, and left out")
+    elif not found and files.has(CONFIG):
+        files.note(f"{CONFIG}: has no options")
     return found
 
 

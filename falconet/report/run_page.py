@@ -14,7 +14,7 @@ from falconet.report.page_document import document
 from falconet.report.page_parts import Cell, Column, details, inert, table
 from falconet.report.page_sections import TITLES, sections_of
 from falconet.report.progress import state_in_words
-from falconet.report.results import about_of, differences, results_of
+from falconet.report.results import MIXED, OUTPUTS, about_of, differences, is_mixed, results_of
 from falconet.report.run_files import REPORT, RESULTS, RunFiles, State, read_run
 
 MAIN = '<main id="main">'
@@ -113,20 +113,31 @@ def _comparison(runs: Sequence[RunFiles]) -> str:
     names = list(dict.fromkeys(name for found in results for name in found))
     states = [Cell("state"), *(Cell(_state(run)) for run in runs)]
     rows = [[Cell(name), *(Cell(found.get(name, "-")) for found in results)] for name in names]
-    changed = [
-        [Cell(f"--{name}", is_mono=True), *(Cell(value, is_mono=True) for value in values)]
-        for name, values in differences(runs).items()
-    ]
+    differ = differences(runs)
+    matter = {name: values for name, values in differ.items() if name not in OUTPUTS}
+    others = {name: values for name, values in differ.items() if name in OUTPUTS}
     options = (
-        table("Options that differ", columns, changed, sorts=False) if changed else "<p>All options are the same.</p>"
+        _changed("Options that differ", columns, matter)
+        if matter
+        else "<p>All options that change the result are the same.</p>"
+        if others
+        else "<p>All options are the same.</p>"
     )
-    classes = {tuple(each.name for each in run.answers.classes) for run in runs if run.answers}
-    note = (
-        '<aside class="notes"><p>The runs have different classes: their accuracies cannot be compared.</p></aside>'
-        if len(classes) > 1
-        else ""
-    )
+    if others:
+        named = ", ".join(f"--{name}" for name in others)
+        options += details(
+            f"Also different, without an effect on the result: {named}", _changed("Other options", columns, others)
+        )
+    note = f'<aside class="notes"><p>{MIXED}</p></aside>' if is_mixed(runs) else ""
     return (
         f'<section id="comparison"><h2>What differs</h2>{note}{options}<h3>Results</h3>'
         f"{table('Results', columns, [states, *rows], sorts=False)}</section>"
     )
+
+
+def _changed(caption: str, columns: Sequence[Column], options: Mapping[str, Sequence[str]]) -> str:
+    rows = [
+        [Cell(f"--{name}", is_mono=True), *(Cell(value, is_mono=True) for value in values)]
+        for name, values in options.items()
+    ]
+    return table(caption, columns, rows, sorts=False)

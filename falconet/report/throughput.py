@@ -62,7 +62,7 @@ class Stopwatch:
     clock: Callable[[], float] = time.perf_counter
     moments: Moments | None = None  # None for `clock`
     seconds: float = 0.0  # of training, those of earlier starts of the run included
-    preparation: float = 0.0  # seconds of training in which updates were captured
+    preparation: float = 0.0  # seconds of training in which kernels were compiled and updates captured
     _waiting: float = 0.0
     _since: float = field(init=False)
 

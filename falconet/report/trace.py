@@ -60,7 +60,8 @@ def started(device: torch.device, *, memory: bool = False) -> Tracing:
     settle(device)
     os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)  # read when the first profiler starts
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    profiler = profile(activities=kinds, profile_memory=memory)
+    # There is one cycle, whose events are all kept; without `acc_events` torch 2.11 warns that they were not.
+    profiler = profile(activities=kinds, profile_memory=memory, acc_events=True)
     profiler.start()
     return Tracing(profiler, device)
 

@@ -1,11 +1,14 @@
 """Trackers: sinks of other programs, which show more than metrics, and whose failures never end a run."""
 
 import contextlib
+import os
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -76,8 +79,10 @@ class Guarded(Tracker):
         self._calls: queue.Queue[Call | None] = queue.Queue(WAITING)  # None: the end
         self._is_open, self._caught = threading.Event(), _Caught()
         self._thread = threading.Thread(target=self._serve, args=(opens,), name=f"falconet-{name}", daemon=True)
-        self._thread.start()
-        if not self._is_open.wait(patience):
+        with _unasked():
+            self._thread.start()
+            is_open = self._is_open.wait(patience)
+        if not is_open:
             self._give_up(f"no answer within {patience:g} s")
         elif isinstance(self._caught.error, UserError):
             self._is_given_up = True
@@ -152,6 +157,18 @@ class Guarded(Tracker):
         if self._thread.is_alive():
             self._give_up(f"no answer within {CLOSING:g} s")
         self._look()
+
+
+@contextlib.contextmanager
+def _unasked() -> Iterator[None]:
+    """Within, standard input is no terminal: a question would wait for an answer in a thread, and never get it."""
+    before = sys.stdin
+    with Path(os.devnull).open(encoding="utf-8") as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = before
 
 
 class _Caught:

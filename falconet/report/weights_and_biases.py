@@ -1,6 +1,11 @@
 """Weights & Biases: metrics, histograms, pictures and the confusion matrix."""
 
+import http.client
 import io
+import os
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +17,12 @@ from falconet.errors import ConfigError
 from falconet.report import drawings
 from falconet.report.histograms import Histogram
 from falconet.report.sinks import Metrics
-from falconet.report.trackers import Confusion, Picture, Tracker
+from falconet.report.trackers import Confusion, Picture, Tracker, in_words
 
+# Together less than a run waits for a tracker: wandb's own limit is 90 s, after which nothing would be kept.
+ANSWERING, STARTING = 4.0, 8.0  # seconds for the server's first answer, and for it to take a new run
+UNCONNECTED = ("offline", "dryrun", "disabled")  # modes that need neither a key nor a connection
+KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 CHARTED = 100  # classes whose confusion matrix is a chart: its table has a row for each pair, at most 10,000
 
 
@@ -36,17 +45,19 @@ class WeightsAndBiases(Tracker):
             raise ConfigError("needs the package wandb: pip install 'falconet[wandb]'") from error
         place = writing.subfolder(folder, "wandb")  # it writes there
         about: dict[str, Any] = {"project": project, "name": name, "dir": str(folder), "config": dict(config)}
-        try:
-            self._run: Any = wandb.init(**about)
-        except wandb.Error as error:  # no key, or no connection to the server
-            problem = " ".join(str(error).split()).rstrip(".")
+        self._wandb: Any = wandb
+        self._run: Any = None
+        problem = _obstacle(wandb)
+        if problem is None:
+            try:
+                self._run = wandb.init(**about, settings=wandb.Settings(init_timeout=STARTING))
+            except wandb.Error as error:  # a key that is refused, or a server that does not take the run
+                problem = in_words(error)
+        if self._run is None:
             if offline is None:
-                raise ConfigError(
-                    f"Weights & Biases: {problem}; WANDB_MODE=offline needs neither a key nor a network"
-                ) from error
+                raise ConfigError(f"Weights & Biases: {problem}; WANDB_MODE=offline needs neither a key nor a network")
             offline(f"{problem}; logging offline to {place}, which `wandb sync` uploads")
             self._run = wandb.init(**about, mode="offline")
-        self._wandb: Any = wandb
 
     def write(self, update: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=update)
@@ -84,3 +95,35 @@ class WeightsAndBiases(Tracker):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _obstacle(wandb: Any) -> str | None:
+    """Why nothing can be sent to the server, found out in seconds and without a question; None: it probably can."""
+    settings = wandb.setup().settings
+    if settings.mode in UNCONNECTED:
+        return None
+    stored = (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")  # which may have the key of another server: wandb tells
+    has_key = settings.api_key or any(map(os.environ.get, KEYS))
+    if not has_key and not any(path and Path(path).expanduser().is_file() for path in stored):
+        return "no API key, which `wandb login` stores"
+    why = _unanswered(settings.base_url)
+    return f"no connection to {settings.base_url}: {why}" if why else None
+
+
+def _unanswered(address: str) -> str | None:
+    """Why a server does not answer; None: it does, be it with an error. Proxies are used as wandb uses them."""
+    try:
+        asked = urllib.request.Request(address, method="HEAD")
+        with urllib.request.urlopen(asked, timeout=ANSWERING):
+            return None
+    except urllib.error.HTTPError:
+        return None
+    except urllib.error.URLError as error:
+        reason = error.reason
+        if isinstance(reason, ssl.SSLError):  # wandb may trust other certificates
+            return None
+        return in_words(reason) if isinstance(reason, OSError) else str(reason)
+    except TimeoutError:
+        return f"no answer within {ANSWERING:g} s"
+    except (ConnectionError, ValueError, http.client.HTTPException):  # not as expected: wandb tells
+        return None

@@ -117,7 +117,7 @@ class Log:
     def seconds_of(self, rate: Rate, *, validation: float) -> dict[str, float]:
         """What took how long since this process started to train; `counted`: what speed records count.
 
-        `preparation` is a part of the training: capturing CUDA graphs.
+        `preparation` is a part of the training: compiling kernels and capturing CUDA graphs.
         """
         training, preparation = rate.seconds, self.output.stopwatch.preparation
         parts = {"training": training, "preparation": preparation, "validation": validation}

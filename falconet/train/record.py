@@ -172,6 +172,17 @@ class Reported:
         writing.replace(self._folder, MEMORY, "".join(f"{line}\n" for line in lines))
 
 
+class Unpictured(Reported):
+    """Records no images and no answers: those of synthetic data mean nothing."""
+
+    def begin(self, which: Which) -> None: ...
+    def add(self, logits: Tensor, labels: Tensor) -> None: ...
+    def best(self, which: Which, found: Evaluation, validated: Validated) -> None: ...
+
+    def watched(self, step: Step) -> Step:
+        return step
+
+
 @contextlib.contextmanager
 def warned(say: Say) -> Iterator[None]:
     """A report that cannot be written takes a line, and never ends the training."""

@@ -32,6 +32,7 @@ class Ending:
     memory: Sequence[StageMemory]  # of each stage
     is_last: bool  # no phase follows
     rate: Rate  # of the whole phase
+    whole: float  # seconds, with validations and saves
     seconds: Mapping[str, float] = field(default_factory=dict)  # by what took them
     joules: float | None = None  # that all devices used; None: they do not tell
     report: Path | None = None  # None: there is none
@@ -48,6 +49,7 @@ def write(folder: Path, log: Log, ending: Ending) -> None:
         "phase": log.plan.phase,
         "images_per_second": round(rate.images_per_second, 1),
         "training_seconds": round(rate.seconds, 1),
+        "whole_seconds": round(ending.whole, 1),
         "seconds": ending.seconds,
         "waiting_percent": round(rate.waiting_percent, 1),
         "peak_memory_bytes": max(stage.peak for stage in ending.memory),
@@ -103,7 +105,7 @@ def _told(folder: Path, log: Log, ending: Ending) -> dict[str, str]:
     if log.ended_early:
         end, epochs = log.plan.epoch_at(log.state.progress.update), counted(log.plan.patience or 0, "epoch")
         lines["ended early"] = f"after epoch {in_short(end)}: {epochs} without a better validation"
-    lines["time"] = span(log.seconds)
+    lines["time"] = f"{span(ending.whole)} in all, training time {span(rate.seconds)}"
     waited = f"{rate.waiting_percent:.0f}% of the time waiting for data"
     lines["images per second"] = f"{rate.images_per_second:,.0f} ({waited})"
     lines |= metrics.told(ending.memory, replicas=log.plan.replicas)

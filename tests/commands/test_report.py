@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from PIL import Image
 
 import runs
 from falconet import writing
+from falconet.report.results import results_of
 from falconet.report.run_files import read_run
 from falconet.train import record
 from report_runs import write_run
@@ -50,6 +52,43 @@ def test_a_run_leaves_a_report_and_its_results(falconet):
     run = read_run(Path("r"))
     assert run.problems == []
     assert float(rows[1]["validation_accuracy"]) == run.series("validation/accuracy")[1][1]
+
+
+def test_a_run_on_synthetic_data_leaves_a_report_without_pictures(falconet):
+    answer = falconet("train --data synthetic --iterations 4 --micro-batch-size 8 --epoch 2 --profile --run-dir r")
+    assert answer.code == 0, answer.err
+    assert "\nreport               r/report.html\n" in answer.out
+    assert sorted(path.name for path in Path("r/report").iterdir()) == [
+        "environment.json",
+        "layers.json",
+        "memory.jsonl",
+    ]
+    html = Path("r/report.html").read_text()
+    assert "<img" not in html
+    assert all(f"<h2>{title}</h2>" in html for title in ("Curves", "Layers", "Profile", "Environment"))
+    assert read_run(Path("r")).problems == []
+
+
+def test_the_end_and_the_report_name_both_times(falconet):
+    out = falconet("train --epoch 1 --run-dir r").out
+    whole, trained = re.search(r"^time +(\S+) in all, training time (\S+)$", out, re.M).groups()
+    found = results_of(read_run(Path("r")))
+    assert (found["time in all"], found["training time"]) == (whole, trained)
+
+
+def test_several_runs_leave_their_results_beside_the_page(falconet, tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / name, epochs=2)
+    answer = falconet("report a b --output compared/page.html --save-plots")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)  # the folder is not there
+    Path("compared").mkdir()
+    answer = falconet("report a b --output compared/page.html --save-plots")
+    assert answer.out.startswith("written to compared/page.html and compared/results.csv\n")
+    rows = list(csv.DictReader(Path("compared/results.csv").read_text().splitlines()))
+    assert [row["run"] for row in rows] == ["a", "a", "b", "b"]
+    own = falconet("report a b --output a/page.html")
+    assert own.out == "written to a/page.html\n"
+    assert not Path("a/results.csv").exists(), "it would be that of the run there"
 
 
 def test_the_recorded_answers_are_those_of_validate(falconet):
@@ -232,7 +271,7 @@ def test_several_runs_share_a_page_and_what_is_none_is_named(falconet, tmp_path)
         "left out: empty: not a run folder; expected one with config.yaml and metrics.jsonl",
         "left out: nowhere: no such folder; expected a run folder",
         "note: b/metrics.jsonl: the last line is torn, and left out",
-        "written to page.html",
+        "written to page.html and results.csv",
         "18 plots written to plots",
     ]
     assert "2 runs compared" in Path("page.html").read_text()

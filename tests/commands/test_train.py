@@ -1,7 +1,9 @@
 """`falconet train`: what a run prints, leaves behind and refuses."""
 
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -215,23 +217,47 @@ def test_tensorboard_and_wandb_are_written_when_asked_for(falconet, monkeypatch,
     assert {"train/loss", "validation/accuracy"} <= set(events.Tags()["scalars"])
 
 
-WITHOUT_A_KEY = (
-    "note: --wandb: No API key configured. Use `wandb login` to log in; logging offline to r/wandb, which `wandb sync`"
-    " uploads\n"
-)
+OFFLINE = "logging offline to r/wandb, which `wandb sync` uploads\n"
+ALONE = "http://127.0.0.1:1"  # nothing listens there
+KEYED = {"WANDB_API_KEY": 40 * "0", "WANDB_BASE_URL": ALONE}
 
 
 @pytest.mark.run
 @pytest.mark.parametrize(
-    ("mode", "note"), [({"WANDB_MODE": "offline"}, ""), ({}, WITHOUT_A_KEY)], ids=["asked", "no key"]
+    ("chosen", "note"),
+    [
+        ({"WANDB_MODE": "offline"}, ""),
+        ({}, f"note: --wandb: no API key, which `wandb login` stores; {OFFLINE}"),
+        (KEYED, f"note: --wandb: no connection to {ALONE}: Connection refused; {OFFLINE}"),
+    ],
+    ids=["asked", "no key", "no connection"],
 )
-def test_wandb_works_offline(tmp_path, mode, note):
-    env = os.environ | {"HOME": str(tmp_path), "WANDB_SILENT": "true"} | mode  # wandb looks for keys at home
+def test_wandb_works_offline(tmp_path, chosen, note):
+    env = os.environ | {"HOME": str(tmp_path), "WANDB_SILENT": "true"} | chosen  # wandb looks for keys at home
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--epoch", "1", "--run-dir", "r", "--wandb"]
     run = subprocess.run(
         line, cwd=tmp_path, env=env, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     assert "".join(text for text in run.stdout.splitlines(keepends=True) if "--wandb" in text) == note
+    assert list((tmp_path / "r/wandb").glob("offline-run-*"))
+
+
+@pytest.mark.run
+def test_wandb_without_a_key_asks_nothing_on_a_terminal(tmp_path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--epoch", "1", "--run-dir", "r", "--wandb"]
+    ours, its = pty.openpty()
+    env |= {"HOME": str(tmp_path), "TERM": "xterm"}
+    run = subprocess.Popen(line, cwd=tmp_path, env=env, stdin=its, stdout=its, stderr=its, start_new_session=True)
+    os.close(its)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end: nothing holds the other side any more
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert run.wait() == 0, shown.decode()
+    assert b"no API key" in shown
+    assert b"Enter your choice" not in shown
     assert list((tmp_path / "r/wandb").glob("offline-run-*"))
 
 

@@ -17,6 +17,15 @@ class Wandb:
     def __init__(self):
         self.opened, self.logged, self.finished = {}, {}, False
 
+    mode, base_url, api_key = "offline", "", None
+
+    def setup(self):
+        self.settings = self
+        return self
+
+    def Settings(self, **options):
+        return options
+
     def init(self, **options):
         self.opened = options
         return self
@@ -60,18 +69,16 @@ def test_the_tensorflow_programs_upload_sends_its_columns(falconet, wandb, capfd
 
 
 def test_missing_key_is_one_line_with_a_way_out(falconet, wandb, monkeypatch):
-    wandb.Error = type("Error", (Exception,), {})
-
-    def refuse(**_):
-        raise wandb.Error("No API key configured.\nUse `wandb login` to log in.")
-
-    monkeypatch.setattr(wandb, "init", refuse)
+    wandb.mode = "online"
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(Path.cwd()))
     Path("runs/first").mkdir(parents=True)
     Path("runs/first/metrics.jsonl").write_text('{"update": 1, "train/loss": 0.5}\n')
     answer = falconet("upload runs/first")
     assert (answer.code, answer.err) == (
         2,
-        "falconet upload: Weights & Biases: No API key configured. Use `wandb login` to log in;"
+        "falconet upload: Weights & Biases: no API key, which `wandb login` stores;"
         " WANDB_MODE=offline needs neither a key nor a network\n",
     )
 

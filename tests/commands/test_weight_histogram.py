@@ -64,7 +64,13 @@ def test_wandb_gets_histograms_and_metrics(falconet, monkeypatch):
         __spec__ = ModuleSpec("wandb", None)
 
         def __init__(self):
-            self.logged = {}
+            self.logged, self.settings, self.mode = {}, self, "offline"
+
+        def setup(self):
+            return self
+
+        def Settings(self, **options):
+            return options
 
         def init(self, **options):
             return self

@@ -1,5 +1,6 @@
 """A tracker never ends a run: what it raises, whenever, takes one line, and what hangs is left behind."""
 
+import io
 import sys
 import threading
 from importlib.machinery import ModuleSpec
@@ -77,6 +78,20 @@ def test_whatever_is_raised_wherever_takes_one_line(broken, error):
         names = [name for name, *_ in opened[0].calls]
         assert names.count(broken) == 1
         assert names[-2:] == [broken, "close"], "nothing more, but its files are closed"
+
+
+def test_a_tracker_cannot_ask_the_terminal(monkeypatch):
+    terminal, asked = io.StringIO("typed\n"), []
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+
+    def opens():
+        asked.append((sys.stdin.isatty(), sys.stdin.read()))
+        return Recording()
+
+    Guarded("It", opens, say=pytest.fail).close()
+    assert asked == [(False, "")]
+    assert sys.stdin is terminal
 
 
 def test_a_mistake_of_the_users_is_an_error():

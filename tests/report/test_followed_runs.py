@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -163,19 +164,42 @@ def test_of_many_runs_the_newest_are_followed(tmp_path, monkeypatch):
     assert followed.left_out == 2
 
 
-def test_what_can_become_a_run_is_waited_for_and_the_rest_refused(tmp_path):
-    assert what_is_there(tmp_path / "later") == f"{tmp_path / 'later'} does not exist yet"
-    (tmp_path / "runs/claimed").mkdir(parents=True)
-    assert what_is_there(tmp_path / "runs") == f"there is no run in {tmp_path / 'runs'} yet"
+def test_what_can_become_a_run_is_waited_for_and_the_rest_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert what_is_there(Path("runs")) == "runs does not exist yet"
+    Path("runs/claimed").mkdir(parents=True)
+    assert what_is_there(Path("runs")) == "there is no run in runs yet"
     write_run(tmp_path / "runs/first")
-    assert isinstance(what_is_there(tmp_path / "runs"), FollowedFolder)
-    assert isinstance(what_is_there(tmp_path / "runs/first"), FollowedRun)
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos/a.jpg").touch()
-    for folder, words in (
-        ("photos", "not a run folder"),
-        ("no/such", "nor the one above it"),
-        ("photos/a.jpg", "Not a"),
-    ):
-        with pytest.raises(DataError, match=words):
-            what_is_there(tmp_path / folder)
+    assert isinstance(what_is_there(Path("runs")), FollowedFolder)
+    assert isinstance(what_is_there(Path("runs/first")), FollowedRun)
+    with pytest.raises(DataError, match="Not a"):
+        what_is_there(Path("runs/first/config.yaml"))
+
+
+NEW = "no such folder; expected a run folder, or a folder of runs"
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("runs/frist", f"runs/frist: {NEW}; did you mean 'runs/first'?"),
+        ("first", f"first: {NEW}; did you mean 'runs/first'?"),
+        ("run", f"run: {NEW}; did you mean 'runs'?"),
+        ("no/such", f"no/such: {NEW}"),
+        (
+            "photos",
+            "photos: holds photos, such as train/cat/a.JPG, and no run; expected a run folder, or a folder of runs",
+        ),
+        ("photos/train/cat", "photos/train/cat: holds photos, such as a.JPG, and no run; expected a run folder, or a"),
+        ("texts", "texts: not a run folder, nor are there runs in it; expected config.yaml and metrics.jsonl"),
+    ],
+)
+def test_a_folder_that_cannot_be_meant_is_an_error(tmp_path, monkeypatch, typed, words):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs/first")
+    for name in ("photos/train/cat/a.JPG", "texts/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    with pytest.raises(DataError) as refused:
+        what_is_there(Path(typed))
+    assert str(refused.value).startswith(words)

@@ -55,6 +55,14 @@ def by_name(costs):
     return {"+".join(row["names"]): row for row in costs.rows}
 
 
+def test_torch_is_told_that_the_events_of_the_one_cycle_stay():
+    tracing = trace.started(CPU)
+    torch.ones(1).add(1)
+    traced = trace.stopped(tracing)
+    assert tracing.profiler.acc_events  # else torch 2.11 warns on the terminal that they are cleared
+    assert "aten::add" in {event.name() for event in traced.events}
+
+
 def test_each_layer_has_its_own_time_forward_and_backward():
     rows = by_name(profiled(Small())[0])
     for name in ("stem", "block.conv", "block.norm", "block.act", "pool", "fc"):

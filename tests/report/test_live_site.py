@@ -158,10 +158,12 @@ def test_a_taken_port_is_one_line_and_auto_takes_the_next(tmp_path, monkeypatch)
 
 
 def test_what_is_not_there_yet_is_waited_for(tmp_path):
+    (tmp_path / "run").mkdir()
     with answering(tmp_path / "run") as ask:
         _, page, _ = ask("/")
-        assert "does not exist yet" in page
+        assert "there is no run in" in page
         assert ask(f"/live.json?since={version_in(page)}")[0] == 204
+        (tmp_path / "run").rmdir()
         write_run(tmp_path / "run")
         assert json.loads(ask(f"/live.json?since={version_in(page)}")[1]) == {"reload": True}
         assert "resnet8-cifar" in ask("/")[1]

@@ -3,6 +3,7 @@
 import builtins
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from falconet.errors import ConfigError, LinkError
@@ -28,6 +29,38 @@ def test_several_runs_share_their_curves(tmp_path):
     written = plots.save(runs, tmp_path)
     assert "plots/loss.png" in written
     assert {"plots/confusion-1.pdf", "plots/confusion-2.pdf"} <= set(written)
+
+
+def drawn(runs):
+    """The figures, by name."""
+    return dict(plots._figures(runs, Figure))
+
+
+def test_the_legend_is_below_the_axes_and_every_curve_is_marked_alike(tmp_path):
+    runs = [read_run(write_run(tmp_path / name, epochs=epochs)) for name, epochs in (("a", 1), ("b", 3), ("c", 12))]
+    for name in ("loss", "throughput"):
+        figure = drawn(runs)[name]
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        curves = [line for axes in figure.axes for line in axes.get_lines()]
+        assert len(legend.get_texts()) == len(curves) == 6
+        assert {line.get_marker() for line in curves} == {"o"}
+        box = legend.get_window_extent()
+        assert all(box.y1 <= axes.get_window_extent().y0 for axes in figure.axes)
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+
+
+def test_a_long_curve_has_no_marks_and_one_point_is_seen(tmp_path):
+    runs = [read_run(write_run(tmp_path / name, epochs=epochs)) for name, epochs in (("a", 1), ("b", 50))]
+    marks = [line.get_marker() for line in drawn(runs)["loss"].axes[0].get_lines()]
+    assert marks == ["o", "o", "None", "None"]
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_a_short_run_has_ticks_at_whole_epochs(tmp_path, epochs):
+    figure = drawn([read_run(write_run(tmp_path / "run", epochs=epochs))])["loss"]
+    figure.draw_without_rendering()
+    assert all(tick == int(tick) for tick in figure.axes[0].get_xticks())
 
 
 def test_without_matplotlib_the_package_to_install_is_named(tmp_path, monkeypatch):

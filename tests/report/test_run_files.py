@@ -54,6 +54,42 @@ def test_what_is_missing_leaves_the_rest(tmp_path, name):
     assert "<h1>" in run_page.page([run])
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("config.yaml", "{not: [yaml\n", "config.yaml: 1 line is no option, and left out"),
+        ("config.yaml", "\x00\n-\n<html>\n", "config.yaml: 3 lines are no options, and left out"),
+        ("config.yaml", "", "config.yaml: has no options"),
+        ("metrics.jsonl", "", "metrics.jsonl: has no log points"),
+        ("metrics.jsonl", '{"epoch": 1}\n', "metrics.jsonl: has no log points"),
+        ("summary.json", "", "summary.json: empty, and left out"),
+        ("summary.json", "{", "summary.json: not JSON, and left out"),
+        ("report/layers.json", "[]", "report/layers.json: not a JSON object, and left out"),
+        ("report/layers.json", "null", "report/layers.json: not a JSON object, and left out"),
+        ("report/layers.json", '{"layers": 3}', "report/layers.json: not as a run writes it, and left out"),
+        ("report/answers.json", '{"classes": 3}', "report/answers.json: not as a run writes it, and left out"),
+        ("report/batch.json", '{"pictures": 3}', "report/batch.json: not as a run writes it, and left out"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, problem):
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text(content)
+    run = read_run(folder)
+    assert run.problems == [f"run/{problem}"]
+    assert problem in run_page.page([run])
+
+
+def test_a_run_that_has_just_begun_has_no_log_points_and_no_problem(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text("")
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        assert read_run(folder).problems == []
+    finally:
+        os.close(handle)
+
+
 def test_a_run_that_holds_its_folder_is_still_going(tmp_path):
     folder = write_run(tmp_path / "run")
     handle = os.open(folder, os.O_RDONLY)

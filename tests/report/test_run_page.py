@@ -1,14 +1,17 @@
 """The page of a run: its numbers, what differs between runs, and that whatever a run states is text."""
 
+import csv
 import json
 import random
 import re
 
 import pytest
 
+from falconet.config.commands import TrainOptions
+from falconet.config.fields import options_of
 from falconet.report import page_answers, run_page
 from falconet.report.curves import MOST_POINTS, charts_of, csv_lines, epoch_rows, thinned
-from falconet.report.results import differences, results_of
+from falconet.report.results import MIXED, OUTPUTS, differences, is_mixed, results_of
 from falconet.report.run_files import read_run
 from falconet.report.run_page import page
 from report_runs import answers, lines, metrics, write_run
@@ -98,7 +101,7 @@ def test_the_options_that_differ_come_first(tmp_path):
     html = page([first, second])
     assert html.index("What differs") < html.index("Curves</h2>")
     assert "--ema-half-life" in html
-    assert "different classes" not in html
+    assert MIXED not in html
     labels = [curve["label"] for curve in island(html)["charts"][0]["curves"]]
     assert labels == ["first: training", "first: validation", "second: training", "second: validation"]
 
@@ -108,9 +111,77 @@ def test_an_option_that_an_older_run_does_not_know_is_no_difference_at_its_defau
     assert differences([first, read_run(write_run(tmp_path / "second"))]) == {}
 
 
-def test_runs_of_different_classes_are_noted(tmp_path):
+def test_options_that_only_say_what_is_written_are_folded_away(tmp_path):
+    wandb, plots = ("wandb", "true", "command line"), ("save-plots", "true", "command line")
+    first = read_run(write_run(tmp_path / "first", options=[wandb, ("lr", "0.2", "command line")]))
+    second = read_run(write_run(tmp_path / "second", options=[plots]))
+    html = page([first, second])
+    folded = html.index("<summary>Also different, without an effect on the result: --wandb, --save-plots</summary>")
+    assert html.index("--lr") < folded < html.index("Other options") < html.index("<h3>Results</h3>")
+    assert "--wandb" not in html[:folded]
+    alike = page([first, read_run(write_run(tmp_path / "third", options=[("lr", "0.2", "command line")]))])
+    assert "All options that change the result are the same." in alike
+
+
+def test_every_option_that_is_folded_away_exists():
+    assert {*options_of(TrainOptions)} >= OUTPUTS
+
+
+IMAGES = {
+    "the same": ([("data", "digits")], [("data", "digits")], False),
+    "others": ([("data", "digits")], [("data", "cifar10")], True),
+    "one folder": ([("data", "folder"), ("data-dir", "photos/")], [("data", "folder"), ("data-dir", "photos")], False),
+    "from the root": (
+        [("data", "folder"), ("data-dir", "photos")],
+        [("data", "folder"), ("data-dir", "/a/photos")],
+        False,
+    ),
+    "two folders": (
+        [("data", "folder"), ("data-dir", "a/photos")],
+        [("data", "folder"), ("data-dir", "/b/photos")],
+        True,
+    ),
+    "nearly": ([("data", "folder"), ("data-dir", "tos")], [("data", "folder"), ("data-dir", "/a/photos")], True),
+}
+
+
+@pytest.mark.parametrize("named", IMAGES)
+def test_runs_of_different_images_are_noted(tmp_path, named):
+    *stated, is_noted = IMAGES[named]
+    runs = [
+        read_run(write_run(tmp_path / str(place), options=[(*each, "command line") for each in options]))
+        for place, options in enumerate(stated)
+    ]
+    assert is_mixed(runs) == is_noted
+    assert (MIXED in page(runs)) == is_noted
+
+
+def test_runs_of_different_classes_have_different_images(tmp_path):
     runs = [write_run(tmp_path / "first"), write_run(tmp_path / "second", names=("a", "b"))]
-    assert "The runs have different classes: their accuracies cannot be compared." in page([*map(read_run, runs)])
+    assert "The runs have different images: their accuracies cannot be compared." in page([*map(read_run, runs)])
+
+
+def test_equal_best_values_are_all_named(tmp_path):
+    folder = write_run(tmp_path / "run", epochs=6)
+    scores = [90.0, 80.0, 90.0, 70.0, 60.0, 60.0]
+    found = [{"update": 10 * each, "epoch": each, "train/loss": 1.0} for each in range(1, 7)]
+    found += [
+        {"update": 10 * at, "validation/accuracy": score, "validation/loss": 1 / at}
+        for at, score in enumerate(scores, 1)
+    ]
+    (folder / "metrics.jsonl").write_text(lines(found))
+    run = read_run(folder)
+    assert results_of(run)["reached after"] == "epoch 3"  # of the two, that of the lower loss
+    loss, accuracy, *_ = charts_of([run])
+    assert "highest 90 after epochs 1 and 3." in accuracy.summary
+    assert "lowest 1 after epoch 1 and 5 later ones." in loss.summary
+
+
+def test_the_time_in_all_is_told_from_that_of_training(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "summary.json").write_text(json.dumps({"updates": 30, "training_seconds": 14.5, "whole_seconds": 21.7}))
+    found = results_of(read_run(folder))
+    assert (found["training time"], found["time in all"]) == ("14.5s", "21.7s")
 
 
 def test_a_thousand_classes_and_a_long_run_stay_small(tmp_path):
@@ -148,6 +219,18 @@ def test_results_have_a_row_per_epoch(tmp_path):
     header, first, *_ = csv_lines(run)
     assert header.split(",")[:4] == ["epoch", "update", "train_loss", "train_accuracy"]
     assert first.split(",")[:3] == ["1", "10", "3"]
+
+
+def test_results_of_several_runs_name_the_run_of_each_row(tmp_path):
+    runs = [read_run(write_run(tmp_path / name, epochs=2)) for name in ("first", 'a, "b"')]
+    rows = list(csv.DictReader(csv_lines(*runs)))
+    assert [(row["run"], row["epoch"]) for row in rows] == [
+        ("first", "1"),
+        ("first", "2"),
+        ('a, "b"', "1"),
+        ('a, "b"', "2"),
+    ]
+    assert rows[3]["validation_accuracy"] == "70"
 
 
 def test_a_chart_is_described_in_words(tmp_path):

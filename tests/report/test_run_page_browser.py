@@ -31,12 +31,13 @@ def visit(browser):
     """Opens the page of runs; at the end nothing may have failed in it, or been fetched."""
     contexts, wrong, fetched = [], [], []
 
-    def opened(*folders, width=1200, **options):
+    def opened(*folders, width=1200, script="", **options):
         target = folders[0].parent / "page.html"
         target.write_text(run_page.page([read_run(folder) for folder in folders]))
         context = browser.new_context(viewport={"width": width, "height": 800}, **options)
         context.set_default_timeout(1000 * LIMIT)
         contexts.append(context)
+        context.add_init_script(script)
         page = context.new_page()
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text))
@@ -120,6 +121,47 @@ def test_the_matrix_names_the_cell_under_the_pointer_and_zooms_by_keys(visit, tm
     expect(told).to_have_text("class 0 taken for class 29: 0 of 10 (0.0 %)")
 
 
+def test_buttons_zoom_the_matrix_and_say_when_they_cannot(visit, tmp_path):
+    page = visit(write_run(tmp_path / "run", names=[f"class {number}" for number in range(30)]), width=390)
+    matrix, buttons = page.locator("#r0-matrix"), page.locator(".matrix .tools button")
+
+    def idle():
+        return buttons.evaluate_all("all => all.map((each) => each.getAttribute('aria-disabled'))")
+
+    assert idle() == ["false", "true", "true"]
+    for _ in range(3):
+        page.get_by_role("button", name="Zoom in").press("Enter")
+    assert int(matrix.get_attribute("data-marks")) < 12
+    assert idle() == ["true", "false", "false"]
+    page.get_by_role("button", name="Zoom out").press(" ")
+    assert idle() == ["false", "false", "false"]
+
+
+def test_two_fingers_zoom_the_matrix_and_one_moves_it(visit, tmp_path):
+    folder = write_run(tmp_path / "run", names=[f"class {number}" for number in range(30)])
+    page = visit(folder, width=390, has_touch=True)
+    matrix = page.locator("#r0-matrix")
+    matrix.scroll_into_view_if_needed()
+    assert matrix.evaluate("each => each.style.touchAction") == "pan-x pan-y", "one finger scrolls the page"
+    box, touches = matrix.bounding_box(), page.context.new_cdp_session(page)
+
+    def touch(kind, *points):
+        places = [{"x": box["x"] + x, "y": box["y"] + y, "id": at} for at, (x, y) in enumerate(points)]
+        touches.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": places})
+
+    touch("touchStart", (140, 140), (160, 160))
+    for far in (20, 40, 60):
+        touch("touchMove", (140 - far, 140 - far), (160 + far, 160 + far))
+    touch("touchEnd")
+    expect(matrix).not_to_have_attribute("data-marks", "31")
+    assert matrix.evaluate("each => each.style.touchAction") == "none"
+    before = page.locator(".matrix canvas").evaluate("canvas => canvas.toDataURL()")
+    touch("touchStart", (200, 150))
+    touch("touchMove", (120, 100))
+    touch("touchEnd")
+    assert page.locator(".matrix canvas").evaluate("canvas => canvas.toDataURL()") != before
+
+
 def test_a_matrix_of_a_thousand_classes_is_drawn(visit, tmp_path):
     folder, draw = write_run(tmp_path / "run"), random.Random(0)
     content = answers([f"n{number:08d}" for number in range(1000)], images=50)
@@ -156,6 +198,73 @@ def test_it_prints_in_light_colours(visit, tmp_path):
     assert page.pdf().startswith(b"%PDF")
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert "86,180,233" in colours(page, "#chart-loss")
+
+
+PAPER = 718  # CSS pixels between the margins of a letter
+
+
+def on_paper(page):
+    """The page as Chromium lays it out on paper: after `beforeprint`, which a wide window answers, and narrower."""
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    page.evaluate("width => { document.documentElement.style.width = `${width}px`; }", PAPER)
+
+
+def test_charts_and_the_matrix_stay_within_their_frames_on_paper(visit, tmp_path):
+    page = visit(write_run(tmp_path / "run", epochs=6), width=1280)
+    on_paper(page)
+    frames = page.locator(".chart, .matrix").all()
+    assert len(frames) == 6
+    for frame in frames:
+        outer, inner = frame.bounding_box(), frame.locator("canvas").bounding_box()
+        assert outer["x"] + outer["width"] <= PAPER
+        assert outer["x"] <= inner["x"]
+        assert inner["x"] + inner["width"] <= outer["x"] + outer["width"]
+        shape = frame.locator("canvas").evaluate("canvas => canvas.width / canvas.height")
+        assert inner["width"] / inner["height"] == pytest.approx(shape, rel=0.02), "not distorted"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert "0,114,178" in colours(page, "#chart-loss")
+
+
+def test_no_table_runs_into_what_follows_it_on_paper(visit, tmp_path):
+    folder = write_run(tmp_path / "run", names=[f"class {number}" for number in range(40)])
+    page = visit(folder)
+    on_paper(page)
+    for table in page.locator(".scrolls:visible").all():
+        assert table.evaluate("element => element.scrollHeight - element.clientHeight") <= 1
+
+
+@pytest.mark.parametrize("rows", [300, 301])
+def test_rows_that_are_not_printed_are_counted(visit, tmp_path, rows):
+    page = visit(write_run(tmp_path / "run", names=[f"class {number}" for number in range(rows)]))
+    words = page.get_by_text("Printed: the first 300 of 301 rows.")
+    assert not words.is_visible()
+    on_paper(page)
+    classes = page.get_by_role("region", name="Accuracy by class").locator("tbody tr")
+    assert sum(row.is_visible() for row in classes.all()) == 300
+    assert words.is_visible() == (rows > 300)
+
+
+BELOW = """
+    globalThis.below = [];  // the texts below charts, with the chart of each
+    const paint = CanvasRenderingContext2D.prototype, before = paint.fillText;
+    paint.fillText = function (text, ...place) {
+        if (this.textBaseline === "top") below.push([this.canvas.closest(".plot").id, text]);
+        before.call(this, text, ...place);
+    };
+"""
+
+
+@pytest.mark.parametrize(("epochs", "ticks"), [(1, {"0", "1", "2"}), (2, {"1", "2"}), (3, {"1", "2", "3"})])
+def test_a_short_run_has_ticks_at_whole_epochs(visit, tmp_path, epochs, ticks):
+    page = visit(write_run(tmp_path / "run", epochs=epochs), script=BELOW)
+    assert {text for place, text in page.evaluate("below") if place == "chart-loss"} == ticks
+
+
+def test_a_part_of_an_epoch_has_ticks_within_it(visit, tmp_path):
+    folder = write_run(tmp_path / "run", epochs=1, points=5)
+    page = visit(folder, script=BELOW)
+    assert {"0.4", "0.6"} <= {text for place, text in page.evaluate("below") if place == "chart-lr"}
 
 
 def test_several_runs_have_a_colour_each(visit, tmp_path):
@@ -204,6 +313,9 @@ def test_a_profile_is_drawn_sorts_and_fits_a_phone(visit, tmp_path):
     area, peak = page.locator(".memory .area").bounding_box(), page.locator(".memory .peak").bounding_box()
     assert peak["x"] + peak["width"] / 2 == pytest.approx(area["x"] + area["width"] / 2, abs=1)  # 4 of 8 ms
     assert peak["y"] + peak["height"] / 2 == pytest.approx(area["y"] + area["height"] * (1 - 1 / 1.08), abs=1)
+    names = page.locator(".memory .legend span")
+    assert names.all_inner_texts() == ["forward, 4 ms", "backward, 3 ms", "optimizer, 1 ms"]
+    assert all(names.evaluate_all("all => all.map((each) => each.scrollWidth <= each.clientWidth)"))
     table = page.locator("[aria-label='Time and memory by layer'] table")
     table.get_by_role("button", name="forward, ms").click()
     table.get_by_role("button", name="forward, ms").click()  # the least first

@@ -2,7 +2,10 @@
 
 import io
 import os
+import socket
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -11,8 +14,8 @@ from PIL import Image
 from falconet.report.aim import Aim
 from falconet.report.histograms import Histogram
 from falconet.report.mlflow import QUIETLY, MLflow
-from falconet.report.trackers import Confusion, Picture
-from falconet.report.weights_and_biases import CHARTED, WeightsAndBiases
+from falconet.report.trackers import OPENING, Confusion, Picture
+from falconet.report.weights_and_biases import ANSWERING, CHARTED, KEYS, STARTING, WeightsAndBiases
 
 CONFUSION = Confusion(("a", "b"), [(0, 0, 2), (1, 0, 1)])
 HISTOGRAM = Histogram(0.0, 2.0, 3, 3.0, 5.0, [1, 2])
@@ -27,12 +30,23 @@ def png():
 class Wandb:
     """The parts of the package that are used, recording calls."""
 
-    def __init__(self):
-        self.calls = []
-        self.plot = self.summary = self
+    Error = type("Error", (Exception,), {})
+
+    def __init__(self, *, mode="online", address="", refusal=None):
+        """`refusal`: what the server says to a new run."""
+        self.calls, self.mode, self.base_url, self.api_key, self.refusal = [], mode, address, None, refusal
+        self.plot = self.summary = self.settings = self
+
+    def setup(self):
+        return self
+
+    def Settings(self, **options):
+        return options
 
     def init(self, **options):
         self.calls.append(options)
+        if self.refusal and options.get("mode") != "offline":
+            raise self.Error(self.refusal)
         return self
 
     def log(self, metrics, **how):
@@ -54,9 +68,79 @@ class Wandb:
         return y_true, preds, class_names
 
 
-def test_weights_and_biases_gets_everything(tmp_path, monkeypatch):
-    wandb = Wandb()
+@pytest.fixture
+def keyless(tmp_path, monkeypatch):
+    """An account without a key of Weights & Biases."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in (*KEYS, "NETRC", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def server():
+    """The address of a server that answers everything with an error, as one does that expects something else."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as found:
+        found.RequestHandlerClass.log_message = lambda *_: None
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{found.server_address[1]}"
+        found.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def silent():
+    """The address of a server that never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        yield f"http://127.0.0.1:{found.getsockname()[1]}"
+
+
+def opened(wandb, folder, monkeypatch):
+    """What is said when it logs offline, and the modes of the runs that it was asked for."""
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    said = []
+    WeightsAndBiases(folder, project="p", name="n", config={}, offline=said.append)
+    return said, [call.get("mode") for call in wandb.calls]
+
+
+OFFLINE = "; logging offline to {}/wandb, which `wandb sync` uploads"
+
+
+def test_without_a_key_it_logs_offline_and_asks_nothing(keyless, tmp_path, monkeypatch):
+    said, modes = opened(Wandb(address="http://127.0.0.1:1"), tmp_path, monkeypatch)
+    assert said == ["no API key, which `wandb login` stores" + OFFLINE.format(tmp_path)]
+    assert modes == ["offline"]
+
+
+def test_without_a_connection_it_logs_offline(keyless, tmp_path, monkeypatch, silent):
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    monkeypatch.setattr("falconet.report.weights_and_biases.ANSWERING", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for address, why in ((f"http://127.0.0.1:{port}", "Connection refused"), (silent, "no answer within 0.1 s")):
+        said, modes = opened(Wandb(address=address), tmp_path, monkeypatch)
+        assert said == [f"no connection to {address}: {why}" + OFFLINE.format(tmp_path)]
+        assert modes == ["offline"]
+
+
+def test_a_server_that_refuses_the_run_is_followed_by_an_offline_one(keyless, tmp_path, monkeypatch, server):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/.netrc").touch()  # which may have a key
+    wandb = Wandb(address=server, refusal="Timed out\n while retrying.")
+    said, modes = opened(wandb, tmp_path, monkeypatch)
+    assert said == ["Timed out while retrying" + OFFLINE.format(tmp_path)]
+    assert modes == [None, "offline"]
+    assert wandb.calls[0]["settings"]["init_timeout"] + ANSWERING < OPENING / 2, "long before a run stops waiting"
+
+
+def test_offline_from_the_start_needs_neither_a_key_nor_a_connection(keyless, tmp_path, monkeypatch):
+    assert opened(Wandb(mode="offline", address="http://127.0.0.1:1"), tmp_path, monkeypatch) == ([], [None])
+
+
+def test_weights_and_biases_gets_everything(keyless, tmp_path, monkeypatch, server):
+    wandb = Wandb(address=server)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_API_KEY", "k")
     sink = WeightsAndBiases(tmp_path, project="p", name="n", config={"lr": 0.1})
     sink.write(5, {"train/loss": 0.5})
     sink.write_weights(5, {"fc.bias": HISTOGRAM})
@@ -66,6 +150,7 @@ def test_weights_and_biases_gets_everything(tmp_path, monkeypatch):
     sink.write_result(5, {"best/validation_accuracy": 50.0})
     sink.close()
     opened, *calls, result, end = wandb.calls
+    assert opened.pop("settings") == {"init_timeout": STARTING}
     assert opened == {"project": "p", "name": "n", "dir": str(tmp_path), "config": {"lr": 0.1}}
     assert calls == [
         ({"step": 5}, {"train/loss": 0.5}),

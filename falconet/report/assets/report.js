@@ -4,6 +4,9 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   let printing = false;
+  // Paper is laid out after charts are drawn for it, so they have a size of their own there, which the style fits into
+  // their column: half the width of a page, in twice as many pixels. A confusion matrix has the whole width.
+  const PAPER = { chart: 340, high: 210, matrix: 560, fine: 2 };
 
   // Okabe and Ito's colours, which people with any colour vision tell apart; lighter ones on dark paper.
   const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6f6f00", "#555555"];
@@ -26,6 +29,7 @@
 
   const several = data.charts.some((chart) => chart.curves.some((curve) => curve.run > 0));
   const roles = ["validation", "training", "average"];
+  const HIGH = 250;
   const drawn = new Map();
   const logs = new Set();
 
@@ -33,10 +37,12 @@
     const all = colours();
     return several ? all[curve.run % all.length] : all[roles.indexOf(curve.role)];
   };
+  /* Epochs are counted whole, unless there is only a part of one to show. */
+  const isWhole = (epochs) => epochs[epochs.length - 1] - epochs[0] >= 1 || epochs.every(Number.isInteger);
   const dashes = (curve) => (curve.role === "training" ? [5, 4] : curve.role === "average" ? [2, 2] : []);
 
   const options = (chart, width) => {
-    const isLog = logs.has(chart.key);
+    const isLog = logs.has(chart.key), fine = printing ? PAPER.fine : 1, font = `${11 * fine}px system-ui`;
     const whole = () => [0, 100];
     const padded = (_, low, high) => {
       if (low === null) return [0, 1];
@@ -44,26 +50,29 @@
       return chart.unit === "%" ? [Math.max(0, begin), Math.min(100, end)] : [chart.zero ? 0 : begin, end];
     };
     const axis = (label, extra) => ({
-      stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, label: label || undefined,
-      labelSize: label ? 18 : 0, labelFont: "11px system-ui", font: "11px system-ui", ...extra,
+      stroke: ink, grid: { stroke: grid, width: fine }, ticks: { stroke: grid, width: fine, size: 10 * fine }, gap: 5 * fine,
+      label: label || undefined, labelSize: label ? 18 * fine : 0, labelFont: font, font, ...extra,
     });
     const values = (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick)));
     const scales = { x: { time: false }, y: isLog ? { distr: 3 } : { range: padded } };
-    const epochs = chart.data[0], isLong = epochs[epochs.length - 1] - epochs[0] >= 3;
-    const incrs = isLong ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000, 10000] } : {};
-    const axes = [axis("", { values: (_, ticks) => ticks.map((tick) => short(tick)), ...incrs }), axis(chart.unit, { size: 58, values })];
+    const incrs = isWhole(chart.data[0]) ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000, 10000] } : {};
+    const axes = [
+      axis("", { size: 50 * fine, space: 50 * fine, values: (_, ticks) => ticks.map((tick) => short(tick)), ...incrs }),
+      axis(chart.unit, { size: 58 * fine, space: 30 * fine, values }),
+    ];
     if (chart.right) {
       scales.y2 = { range: chart.share ? whole : padded };
-      axes.push(axis(chart.right, { scale: "y2", side: 1, size: 54, values, grid: { show: false } }));
+      axes.push(axis(chart.right, { scale: "y2", side: 1, size: 54 * fine, space: 30 * fine, values, grid: { show: false } }));
     }
     return {
-      width, height: 250, scales, axes, cursor: { sync: { key: "falconet" }, focus: { prox: 24 }, points: { size: 6 } },
+      width: width * fine, height: (printing ? PAPER.high : HIGH) * fine, scales, axes, cursor: { sync: { key: "falconet" }, focus: { prox: 24 }, points: { size: 6 } },
       focus: { alpha: several ? 0.35 : 1 }, legend: { live: true, markers: { dash: (_, number) => (chart.curves[number - 1]?.role === "training" ? "dashed" : chart.curves[number - 1]?.role === "average" ? "dotted" : "solid") } },
       series: [
         { label: "epoch", value: (_, value) => short(value) },
         ...chart.curves.map((curve) => ({
-          label: curve.label, scale: curve.right ? "y2" : "y", stroke: () => stroke(curve), width: 2, dash: dashes(curve),
-          spanGaps: true, value: (_, value) => short(value), points: { show: chart.data[0].length <= 40, size: 5 },
+          label: curve.label, scale: curve.right ? "y2" : "y", stroke: () => stroke(curve), width: 2 * fine,
+          dash: dashes(curve).map((length) => length * fine), spanGaps: true, value: (_, value) => short(value),
+          points: { show: chart.data[0].length <= 40, size: 5 * fine },
         })),
       ],
     };
@@ -80,7 +89,7 @@
     if (!place) return;
     const old = drawn.get(chart.key), zoom = old && zoomed(old), hidden = old ? old.series.map((each) => !each.show) : [];
     if (old) old.destroy();
-    const made = new uPlot(options(chart, Math.max(200, place.clientWidth)), chart.data, place);
+    const made = new uPlot(options(chart, printing ? PAPER.chart : Math.max(200, place.clientWidth)), chart.data, place);
     if (zoom) made.setScale("x", zoom);
     hidden.forEach((isHidden, number) => { if (isHidden && number) made.setSeries(number, { show: false }); });
     for (const row of made.root.querySelectorAll(".u-legend .u-series")) {
@@ -126,7 +135,7 @@
     if (shape(charts) !== shape(data.charts)) return false;
     charts.forEach((chart, number) => {
       const old = data.charts[number], made = drawn.get(chart.key), zoom = zoomed(made);
-      const looks = (epochs) => [epochs.length <= 40, epochs[epochs.length - 1] - epochs[0] >= 3].join();
+      const looks = (epochs) => [epochs.length <= 40, isWhole(epochs)].join();
       const isAlike = looks(old.data[0]) === looks(chart.data[0]);
       Object.assign(old, chart);
       if (!isAlike) return draw(old);
@@ -162,6 +171,10 @@
       place.append(this.canvas);
       this.output = place.parentElement.querySelector("output");
       this.cursor = null;
+      this.least = Math.min(6, this.count);  // classes that are left when it is enlarged most
+      const whole = () => this.span >= this.count;
+      const idle = { in: () => this.span <= this.least, out: whole, all: whole };
+      this.tools = [...place.parentElement.querySelectorAll("[data-zoom]")].map((button) => [button, idle[button.dataset.zoom]]);
       this.reset();
       this.listen();
     }
@@ -178,10 +191,10 @@
     }
 
     draw() {
-      const ratio = devicePixelRatio || 1;
-      this.side = this.place.clientWidth;
+      const ratio = Math.max(printing ? PAPER.fine : 1, devicePixelRatio || 1);
+      this.side = printing ? PAPER.matrix : this.place.clientWidth;
       const edge = this.margin(this.canvas.getContext("2d"));
-      const full = Math.min(this.side - edge - 4, Math.max(240, 0.75 * innerHeight));
+      const full = Math.min(this.side - edge - 4, printing ? PAPER.matrix : Math.max(240, 0.75 * innerHeight));
       this.high = full + edge + 8;
       this.place.style.height = `${this.high}px`;
       this.canvas.width = this.side * ratio;
@@ -225,6 +238,9 @@
       }
       paint.restore();
       this.place.dataset.marks = String(marks);
+      // One finger scrolls the page until there is a part to move; two always zoom here.
+      this.place.style.touchAction = this.span < this.count ? "none" : "pan-x pan-y";
+      this.tools.forEach(([button, isIdle]) => button.setAttribute("aria-disabled", String(isIdle())));  // it keeps the focus
       if (this.size >= 9 && edge > 10) this.label(paint, edge, full);
     }
 
@@ -251,10 +267,13 @@
       }
     }
 
-    at(event) {
+    point(event) {
       const box = this.canvas.getBoundingClientRect();
-      const column = Math.floor(this.left + (event.clientX - box.left - this.edge) / this.size);
-      const row = Math.floor(this.top + (event.clientY - box.top - 4) / this.size);
+      return [this.top + (event.clientY - box.top - 4) / this.size, this.left + (event.clientX - box.left - this.edge) / this.size];
+    }
+
+    at(event) {
+      const [row, column] = this.point(event).map(Math.floor);
       if (row < 0 || column < 0 || row >= this.count || column >= this.count) return null;
       if (this.size >= 4) return [row, column];
       // Too small to point at: the largest cell near by.
@@ -280,7 +299,7 @@
     }
 
     zoom(factor, row, column) {
-      const span = Math.min(this.count, Math.max(Math.min(6, this.count), this.span * factor));
+      const span = Math.min(this.count, Math.max(this.least, this.span * factor));
       const [y, x] = [row ?? this.top + this.span / 2, column ?? this.left + this.span / 2];
       this.top = y - ((y - this.top) * span) / this.span;
       this.left = x - ((x - this.left) * span) / this.span;
@@ -296,21 +315,36 @@
     }
 
     listen() {
-      const place = this.place;
-      let grabbed = null;
-      place.addEventListener("pointerdown", (event) => { grabbed = [event.clientX, event.clientY, this.left, this.top]; });
+      const place = this.place, touching = new Map();
+      let grabbed = null, pinched = 0;
+      const spread = () => {
+        const [[x, y], [other, below]] = [...touching.values()];
+        return [Math.max(20, Math.hypot(other - x, below - y)), { clientX: (x + other) / 2, clientY: (y + below) / 2 }];
+      };
+      place.addEventListener("pointerdown", (event) => {
+        touching.set(event.pointerId, [event.clientX, event.clientY]);
+        grabbed = touching.size === 1 ? [event.clientX, event.clientY, this.left, this.top] : null;
+        if (touching.size === 2) [pinched] = spread();
+        if (event.pointerType === "touch") this.tell(this.at(event));
+      });
       place.addEventListener("pointermove", (event) => {
-        if (grabbed && event.buttons && this.span < this.count) {
+        if (touching.has(event.pointerId)) touching.set(event.pointerId, [event.clientX, event.clientY]);
+        if (touching.size === 2) {
+          const [apart, middle] = spread();
+          this.zoom(pinched / apart, ...this.point(middle));
+          pinched = apart;
+        } else if (grabbed && event.buttons && this.span < this.count) {
           this.left = grabbed[2] - (event.clientX - grabbed[0]) / this.size;
           this.top = grabbed[3] - (event.clientY - grabbed[1]) / this.size;
           this.clamp();
           this.draw();
         } else this.tell(this.at(event));
       });
-      addEventListener("pointerup", () => { grabbed = null; });
+      const released = (event) => { touching.delete(event.pointerId); grabbed = null; };
+      for (const name of ["pointerup", "pointercancel"]) addEventListener(name, released);
       place.addEventListener("dblclick", (event) => { const cell = this.at(event); if (cell) this.zoom(0.4, cell[0] + 0.5, cell[1] + 0.5); });
       place.addEventListener("wheel", (event) => {
-        if (this.count <= 6) return;
+        if (this.count <= this.least) return;
         const cell = this.at(event), out = event.deltaY > 0;
         if (!cell || (out && this.span >= this.count)) return;  // let the page scroll
         event.preventDefault();
@@ -330,7 +364,7 @@
         else return;
         event.preventDefault();
       });
-      for (const button of place.parentElement.querySelectorAll("[data-zoom]")) {
+      for (const [button] of this.tools) {
         button.addEventListener("click", () => {
           if (button.dataset.zoom === "all") { this.reset(); this.draw(); }
           else this.zoom(button.dataset.zoom === "in" ? 0.5 : 2);
@@ -390,10 +424,10 @@
   listen(document);
   let width = document.documentElement.clientWidth;
   new ResizeObserver(() => {
-    if (document.documentElement.clientWidth === width) return;
+    if (printing || document.documentElement.clientWidth === width) return;
     width = document.documentElement.clientWidth;
     for (const [key, made] of drawn) {
-      made.setSize({ width: Math.max(200, document.getElementById(`chart-${key}`).clientWidth), height: 250 });
+      made.setSize({ width: Math.max(200, document.getElementById(`chart-${key}`).clientWidth), height: HIGH });
     }
     drawMatrices();
   }).observe(document.documentElement);
