@@ -29,7 +29,7 @@ def with_evidence() -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    yield "Each was written by `falconet recipe verify NAME --record FILE`; without --record it trains and compares."
+    yield "`falconet recipe verify NAME` trains one again and compares; with --record FILE it writes such evidence."
 
 
 def for_programs() -> Iterator[str]:
