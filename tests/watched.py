@@ -9,7 +9,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import monotonic  # imported by name, because a test may replace time.monotonic
+from time import monotonic, sleep  # imported by name, because a test may replace those of the module
 
 import pytest
 
@@ -105,7 +105,13 @@ def children(pid: int) -> list[int]:
     return sorted(found)
 
 
-def is_gone(pid: int) -> bool:
+def wait_until_gone(*pids: int) -> None:
+    """Wait for the end of processes: that of a killed one comes later, and only its parent can be told of it."""
+    while not all(map(_is_gone, pids)):
+        sleep(0.01)
+
+
+def _is_gone(pid: int) -> bool:
     """Whether a process has ended; orphans may stay zombies where no init process reaps them."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

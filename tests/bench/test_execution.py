@@ -12,8 +12,7 @@ import pytest
 from falconet.bench import execution
 from falconet.bench.execution import Command
 from falconet.parallel.host import peak_of
-from runs import wait_for
-from watched import is_gone
+from watched import wait_until_gone
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_a_timeout_stops_the_process_and_its_children(ended, monkeypatch):
     monkeypatch.setattr(execution, "time", clock)
     found = ended(script, timeout=3.0, echo=printed.append)
     assert found.stopped == "timeout"
-    wait_for(lambda: is_gone(int(found.lines[0])), "the child's end")
+    wait_until_gone(int(found.lines[0]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -16,7 +16,7 @@ from falconet.bench import triton_server
 from falconet.config.commands import ServeOptions
 from falconet.config.fields import options_of
 from served import running
-from watched import children, is_gone
+from watched import children, wait_until_gone
 
 SIZES = "--image-size 8 --classes 5 --micro-batch-size 3 --iterations 8"
 SMALL = f"bench serve --data generated {SIZES} --threads 1 --device cpu"
@@ -154,4 +154,4 @@ def test_interruption_leaves_no_process(tmp_path, number):
     _, said = process.communicate(timeout=300)
     assert len(started) == 3
     assert (process.returncode, said) == (130, b"")
-    assert all(map(is_gone, started))
+    wait_until_gone(*started)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import gloo
-from watched import is_gone
+from watched import wait_until_gone
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 pytestmark = [
@@ -83,6 +83,4 @@ def test_when_poprun_is_killed_the_other_hosts_programs_end(shell, tmp_path):
         time.sleep(0.05)
     process.kill()
     process.communicate()
-    while not all(is_gone(int(file.read_text())) for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_gone(*(int(file.read_text()) for file in files))

@@ -10,7 +10,7 @@ import pytest
 
 from runs import begin, updates, wait_for
 from tiny import TINY
-from watched import children, is_gone
+from watched import children, wait_until_gone
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 TIMEOUT = 20  # seconds; also for the processes to meet, on a busy machine
@@ -40,7 +40,7 @@ def test_a_stopped_worker_is_named_with_where_it_was(tmp_path, rank):
     err = ended(process, hung=time.monotonic())
     silent = rf"rank {rank} gives no sign of life, last seen"
     assert re.search(rf"rank {1 - rank}: timed out after {TIMEOUT} s in update \d+, [a-z ']+: {silent}", err)
-    assert all(map(is_gone, workers)), "a worker is left"
+    wait_until_gone(*workers)
 
 
 # Opening the photo waits for ever once the file `hang` is there, as a dead file server's files do.

@@ -22,7 +22,7 @@ from falconet.parallel import collectives, launch, meeting
 from falconet.parallel.environment import Place
 from runs import assert_bitwise, begin, finish, metrics, updates, wait_for
 from tiny import TINY
-from watched import children, is_gone
+from watched import children, wait_until_gone
 
 pytestmark = pytest.mark.dist
 
@@ -163,7 +163,7 @@ def test_an_interruption_leaves_one_checkpoint_and_exit_code_130(tmp_path, how):
     assert (code, err) == (130, "")
     assert out.count("to continue: falconet restore r") == 1
     assert len(format.checkpoints_in(tmp_path / "r")) == 1
-    assert all(map(is_gone, workers))
+    wait_until_gone(*workers)
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_a_second_interrupt_stops_all_at_once_and_reports_what_is_lost(tmp_path)
     code, out, err = finish(process)
     assert (code, err) == (130, "")
     assert re.search(r"^stopped at once: \d updates? lost", out.splitlines()[-1])
-    assert all(map(is_gone, workers))
+    wait_until_gone(*workers)
 
 
 def test_a_launcher_killed_with_9_leaves_no_orphans(tmp_path):
@@ -186,7 +186,7 @@ def test_a_launcher_killed_with_9_leaves_no_orphans(tmp_path):
     wait_for(lambda: updates(tmp_path / "r"), "the first update")
     workers = children(process.pid)
     process.kill()
-    wait_for(lambda: all(map(is_gone, workers)), "the workers' end")
+    wait_until_gone(*workers)
     finish(process)
 
 

@@ -14,8 +14,8 @@ import pytest
 from falconet.bench import triton_server
 from falconet.bench.triton_server import Ports
 from falconet.errors import ConfigError, WorldError
-from served import LIMIT, until
-from watched import descendants, is_gone
+from served import LIMIT
+from watched import descendants, wait_until_gone
 
 WORDS = ("needs NVIDIA's Triton server", "tritonserver on PATH", "`make triton`", "FALCONET_TRITON=DIR")
 
@@ -106,7 +106,7 @@ def test_nothing_is_left_of_a_stopped_server(exported, a_server_is_installed):
         assert len(processes) > 1, "a model has a process of its own"
         assert running.shared_memory()
         folder = running.log.parent
-    assert all(map(is_gone, processes))
+    wait_until_gone(*processes)
     assert not running.shared_memory()
     assert not folder.exists()
     for port in (running.ports.http, running.ports.grpc, running.ports.metrics):
@@ -120,7 +120,7 @@ def test_the_shared_memory_of_a_killed_model_is_freed(exported, a_server_is_inst
         processes = [running.process, *descendants(running.process)]
         for process in reversed(processes):
             os.kill(process, signal.SIGKILL)
-    assert all(map(is_gone, processes))
+    wait_until_gone(*processes)
     assert not running.shared_memory()
 
 
@@ -141,7 +141,7 @@ def test_a_server_does_not_outlive_the_process_that_started_it(exported, a_serve
         started = int(parent.stdout.readline())
         processes = [started, *descendants(started)]
         parent.kill()
-    until(lambda: all(map(is_gone, processes)))
+    wait_until_gone(*processes)
 
 
 @pytest.mark.dist
