@@ -169,6 +169,12 @@ def test_none_removes_a_stored_value():
     assert load(TrainOptions, [*stored, *from_line(["--updates", "None"], OPTIONS)]).options.training.updates is None
 
 
+@pytest.mark.parametrize("words", ["--pipeline-splits", "--pipeline-splits None"])
+def test_nothing_or_none_empties_a_list(words):
+    line = f"--config mobilenet-v3-large --data synthetic {words}".split()
+    assert load_options(TrainOptions, read_line(TrainOptions, line)).options.parallel.pipeline_splits == ()
+
+
 def test_yaml_numbers_keep_their_spelling(tmp_path):
     (tmp_path / "c.yaml").write_text("precision: 32.32\nweight_decay: 1e-05\nlr_epoch_decay: [30, 60]\nwandb: true\n")
     result = load(TrainOptions, from_file(tmp_path / "c.yaml", OPTIONS)).options
