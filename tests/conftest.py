@@ -26,9 +26,10 @@ for name in filter(INHERITED.fullmatch, list(os.environ)):
     del os.environ[name]
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads weights; must be set before huggingface_hub is imported
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's `&` starts programs with Ctrl-C ignored, and every process that a test starts would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell's `&` starts programs with Ctrl-C ignored, `nohup` with SIGHUP; every process of a test would inherit that.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 gc.disable()  # a fifth of the time of collection, which imports torch and leaves little garbage
