@@ -1,95 +1,142 @@
-"""Measure accuracy, memory and speed of the precision regimes: CIFAR-10 over seeds, then ResNet-50 on synthetic data.
+"""Measure accuracy, memory and speed of the precision regimes: ResNet-20 on CIFAR-10, then ResNet-50 on synthetic data.
 
-python3 bench/regimes.py --data-dir DIR --output FILE.json [--seeds 4] [--parallel 8]
+    python3 bench/regimes.py --data-dir DIR --output regimes.json [--seeds 3] [--parts full low speed]
+    python3 bench/regimes.py --show docs/evidence/regimes.json --plot docs/img/regimes.png  for docs/knowing/numerics.md
 
-Accuracies are measured by runs that share the device; speeds afterwards, one run at a time.
+`full` trains at an ordinary learning rate, `low` at a fortieth of it, where updates are often smaller than half the
+distance between two numbers. All runs are made one after the other in this process; the file is written after each.
 """
 
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from runs import falconet, give_memory_back, train
 
 REGIMES = {
     "32.32": "--precision 32.32",
     "16.32": "--precision 16.32 --loss-scaling 128",
     "16.16 nearest": "--precision 16.16 --loss-scaling 128",
     "16.16 stochastic": "--precision 16.16 --loss-scaling 128 --enable-stochastic-rounding",
+    "bf16.32": "--precision bf16.32",
     "bf16.bf16 nearest": "--precision bf16.bf16",
     "bf16.bf16 stochastic": "--precision bf16.bf16 --enable-stochastic-rounding",
 }
 RECIPE = (
-    "--data cifar10 --model resnet20-cifar --micro-batch-size 512 --epoch 40 --lr 0.4 --weight-decay 5e-4"
-    " --warmup-epoch 2 --validation-frequency 4 --checkpoint-save-freq 1000 --dataloader-workers 1 --threads 1"
+    "--data cifar10 --dataset-location device --model resnet20-cifar --micro-batch-size 512 --weight-decay 5e-4"
+    " --validation-batch-size 2000 --checkpoint-save-freq 1000 --no-report"
 )
-SPEED = "--data synthetic --model resnet50 --micro-batch-size 256 --iterations 30 --epoch 4 --checkpoint-save-freq 1000"
+FULL = "--epoch 40 --lr 0.4 --warmup-epoch 2 --validation-frequency 4"
+LOW = "--epoch 10 --lr 0.01 --warmup-epoch 1 --validation-frequency 1"
+SPEED = "--data synthetic --model resnet50 --micro-batch-size 256 --iterations 40"
+PARTS = ("full", "low", "speed")
+
+Curve = list[list[float]]  # [epoch, validation accuracy in percent] of each validation
 
 
-def train(line: str, folder: Path) -> dict[str, object]:
-    """The summary of one run, with its epochs' metrics."""
-    command = [sys.executable, "-m", "falconet", "train", *line.split(), "--run-dir", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        print(f"{folder.name}: {done.stderr.strip().splitlines()[-1:]}", flush=True)
-        return {"failed": done.stderr.strip().splitlines()[-1:]}
-    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    return json.loads((folder / "summary.json").read_text()) | {"log": lines}
+def curve(line: str) -> Curve:
+    """The validations of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        try:
+            falconet(["train", *line.split(), "--run-dir", str(run)], Path(folder) / "log")
+        finally:
+            give_memory_back()
+        found, epoch = [], 0.0
+        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+            epoch = row.get("epoch", epoch)  # only a log point has it
+            if "validation/accuracy" in row:
+                found.append([epoch, round(row["validation/accuracy"], 2)])
+        return found
+
+
+def measured(parts: list[str], *, data_dir: str, seeds: int) -> Iterator[tuple[str, str, Any]]:
+    """The part, the regime, and a curve or a speed."""
+    recipe = f"{RECIPE} --data-dir {data_dir}"
+    for seed in range(seeds if "full" in parts else 0):
+        for name, regime in REGIMES.items():
+            yield "full", name, curve(f"{recipe} {FULL} {regime} --seed {seed}")
+    for name, regime in REGIMES.items() if "low" in parts else ():
+        yield "low", name, curve(f"{recipe} {LOW} {regime}")
+    for name, regime in REGIMES.items() if "speed" in parts else ():
+        speed = train(f"{SPEED} {regime}")
+        yield "speed", name, [round(speed.images_per_second, 1), round(speed.memory, 2)]
+
+
+def tables(found: dict[str, Any]) -> Iterator[str]:
+    """Markdown."""
+    yield "| regime | accuracy, % (mean, standard deviation) | at a fortieth of the learning rate, % |"
+    yield "|---|---|---|"
+    for name in found["full"]:
+        last = [run[-1][1] for run in found["full"][name]]
+        spread = f", {statistics.stdev(last):.2f}" if len(last) > 1 else ""
+        low = [f"{run[-1][1]:.2f}" for run in found["low"].get(name, [])]
+        yield f"| {name} | {statistics.mean(last):.2f}{spread} | {', '.join(low)} |"
+    yield ""
+    yield "| regime | images/s | peak memory, GiB |"
+    yield "|---|---|---|"
+    for name, ((rate, memory), *_) in found["speed"].items():
+        yield f"| {name} | {rate:,.0f} | {memory:.2f} |"
+
+
+COLOURS = {"32.32": "#222222", "16.32": "#1f77b4", "16.16": "#d62728", "bf16.32": "#9467bd", "bf16.bf16": "#2ca02c"}
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for place, (name, runs) in enumerate(found["full"].items()):
+        last, colour = [run[-1][1] for run in runs], COLOURS[name.split()[0]]
+        left.plot([place] * len(last), last, "o", color=colour)
+        left.plot(place, statistics.mean(last), "_", color=colour, markersize=22)
+    left.set_xticks(range(len(found["full"])), [name.replace(" ", "\n") for name in found["full"]], fontsize=8)
+    left.set(title="40 epochs, peak learning rate 0.4", ylabel="validation accuracy, %")
+    for name, runs in found["low"].items():
+        dashes = "--" if "nearest" in name else "-"
+        right.plot(*zip(*runs[0], strict=True), color=COLOURS[name.split()[0]], linestyle=dashes, label=name)
+    right.set(title="10 epochs, peak learning rate 0.01", xlabel="epoch", ylabel="validation accuracy, %")
+    right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--parallel", type=int, default=8)
-    parser.add_argument("--extra", default="", help="further `falconet train` lines to run as well, separated by ;")
-    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
-    parser.add_argument("--no-speeds", action="store_true", help="accuracies only")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of such a file; measures nothing")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="with --show: draw the accuracies, too")
     args = parser.parse_args()
-    regimes = args.regimes
-    home = Path(tempfile.mkdtemp())
-    lines = {
-        f"{name}/{seed}": f"{RECIPE} --data-dir {args.data_dir} {REGIMES[name]} --seed {seed}"
-        for seed in range(args.seeds)
-        for name in regimes
-    }
-    lines |= {f"extra/{number}": line for number, line in enumerate(filter(None, args.extra.split(";")))}
-    results: dict[str, dict[str, object]] = {}
-    speeds: dict[str, dict[str, object]] = {}
-
-    def keep() -> None:
-        """Save after every run, because the machine may be reclaimed at any time."""
-        args.output.write_text(json.dumps({"runs": results, "speeds": speeds, "lines": lines}, indent=1))
-
-    with ThreadPoolExecutor(args.parallel) as pool:
-        ordered = sorted(lines, key=lambda name: not name.startswith("extra"))  # the long ones first
-        begun = {pool.submit(train, lines[name], home / name.replace("/", "_")): name for name in ordered}
-        for done in as_completed(begun):
-            results[begun[done]] = done.result()
-            keep()
-    for name in [] if args.no_speeds else regimes:
-        speeds[name] = train(f"{SPEED} {REGIMES[name]}", home / f"speed_{name}")
-        keep()
-    for name, result in results.items():
-        if name.startswith("extra"):
-            print(name, lines[name], result.get("metrics", {}).get("validation/accuracy"), result.get("best"),
-                  result.get("training_seconds"))  # fmt: skip
-    print(f"{'regime':22}{'accuracy %':>12}{'sd':>7}{'min':>8}{'max':>8}{'ResNet-50 images/s':>20}{'peak GiB':>10}")
-    for name in regimes:
-        runs = [results[f"{name}/{seed}"] for seed in range(args.seeds)]
-        found = [run["metrics"]["validation/accuracy"] for run in runs if "metrics" in run]
-        spread = statistics.stdev(found) if len(found) > 1 else 0.0
-        speed = speeds.get(name, {})
-        logged = [line["train/images_per_second"] for line in speed.get("log", []) if "train/images_per_second" in line]
-        print(
-            f"{name:22}{statistics.mean(found or [0]):12.2f}{spread:7.2f}"
-            f"{min(found, default=0):8.2f}{max(found, default=0):8.2f}"
-            f"{max(logged, default=0):20,.0f}{speed.get('peak_memory_bytes', 0) / 2**30:10.2f}"
-        )
+    if args.show:
+        stored = json.loads(args.show.read_text())
+        print("\n".join(tables(stored)))
+        if args.plot:
+            plot(stored, args.plot)
+        return
+    if not (args.data_dir and args.output):
+        parser.error("expected --data-dir and --output, or --show")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    what = f"resnet20-cifar on CIFAR-10, batch 512, {name}, torch {version('torch')}; [epoch, validation accuracy %]"
+    found: dict[str, Any] = {"what": what, **{part: {} for part in PARTS}}
+    for part, regime, result in measured(args.parts, data_dir=args.data_dir, seeds=args.seeds):
+        print(part, regime, result[-1] if part != "speed" else result, flush=True)
+        found[part].setdefault(regime, []).append(result)
+        args.output.write_text(json.dumps(found) + "\n")
+    print("\n".join(tables(found)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""Compare averages of one run's weights: last, best, moving average, mean and exponential averages of checkpoints.
+
+    python bench/averaging.py --output averaging.json -- --config cifar10-resnet20 --data-dir DIR --epoch 40
+    python bench/averaging.py --show docs/evidence/averaging.json       the table of docs/using/recipes.md
+
+What follows `--` goes to `falconet train`, with --ema-half-life 2 and a checkpoint after every epoch. Each average is
+validated twice: with the mean of batch norm's statistics, and with statistics that are estimated again from training
+images. The best checkpoint is chosen by the images that it is measured with, so its accuracy is too high.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runs import falconet, give_memory_back
+
+AVERAGES = {
+    **{f"mean of the last {count}": f"--weight-avg-N {count}" for count in (2, 5, 10, 20)},
+    **{
+        f"exponential, decay {decay}": f"--weight-avg-strategy exponential --weight-avg-exp-decay {decay}"
+        for decay in (0.5, 0.8, 0.9, 0.97)
+    },
+}
+ESTIMATED = 10_000  # training images
+_ACCURACY = re.compile(r"^accuracy of the average: ([\d.]+)%", re.M)
+
+
+def trained(words: list[str], run: Path) -> Iterator[tuple[str, list[float | None]]]:
+    """The accuracies that the run itself measures."""
+    further = ["--ema-half-life", "2", "--checkpoint-save-freq", "1", "--no-report", "--run-dir", str(run)]
+    falconet(["train", *words, *further], run.with_name("log"))
+    give_memory_back()
+    rows = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    found = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    moving = [row["validation_ema/accuracy"] for row in rows if "validation_ema/accuracy" in row]
+    yield "last", [found[-1], None]
+    yield "best of all validations", [max(found), None]
+    yield "moving average, half-life 2 epochs", [moving[-1], None]
+
+
+def averaged(words: str, run: Path) -> float:
+    """The accuracy of one average, in percent."""
+    log = run.with_name("log")
+    with tempfile.TemporaryDirectory() as folder:
+        line = f"average {run} {words} --validate --checkpoint-output-path {folder}/average"
+        falconet(line.split(), log)
+    match = _ACCURACY.search(log.read_text())
+    assert match is not None
+    return float(match[1])
+
+
+def table(rows: dict[str, list[float | None]]) -> Iterator[str]:
+    yield "| weights | accuracy, % | with batch norm estimated again |"
+    yield "|---|---:|---:|"
+    for name, cells in rows.items():
+        yield f"| {name} | " + " | ".join("" if cell is None else f"{cell:.2f}" for cell in cells) + " |"
+
+
+def main() -> None:
+    here, _, further = " ".join(sys.argv[1:]).partition(" -- ")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON, written after each average")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file; trains nothing")
+    args = parser.parse_args(here.split())
+    if args.show:
+        print("\n".join(table(json.loads(args.show.read_text())["accuracies"])))
+        return
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    rows: dict[str, list[float | None]] = {}
+    about: dict[str, Any] = {"command": f"falconet train {further}", "device": device, "torch": version("torch")}
+
+    def keep(name: str, cells: list[float | None]) -> None:
+        rows[name] = cells
+        print(name, *cells, flush=True)
+        if args.output:
+            args.output.write_text(json.dumps(about | {"accuracies": rows}, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        for name, cells in trained(further.split(), run):
+            keep(name, cells)
+        for name, words in AVERAGES.items():
+            again = averaged(f"{words} --batchnorm-images {ESTIMATED}", run)
+            keep(name, [averaged(words, run), again])
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()
