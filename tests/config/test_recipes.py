@@ -24,8 +24,8 @@ TRAIN, INFER = options_of(TrainOptions), options_of(InferOptions)
 OURS = {
     *("digits", "photos", "cifar10-speedrun", "cifar10-96"),
     *("cifar10-resnet20", "cifar10-resnet32", "cifar10-resnet56", "cifar100-resnet56"),
-    *("imagenette-resnet50", "imagenette-resnet50-progressive", "imagenette-resnet18"),
-    *("imagenette-efficientnet-b0", "imagenette-mobilenet-v3-large"),
+    *("imagenette-resnet50", "imagenette-resnet50-progressive", "imagenette-resnet50-half-resolution"),
+    *("imagenette-resnet18", "imagenette-efficientnet-b0", "imagenette-mobilenet-v3-large"),
 }
 PYTORCH = read_configs(ROOT / "compat/pytorch/train/configs.yml")
 TENSORFLOW = read_configs(ROOT / "compat/tensorflow/configs.yml")
