@@ -15,6 +15,7 @@ from falconet.checkpoint import format
 from falconet.config.commands import ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, typed, unused_notes
+from falconet.config.rules import PHOTOS
 from falconet.config.settings import Setting
 from falconet.data.loader import stretch
 from falconet.errors import CheckpointError, ConfigError, named_option
@@ -65,7 +66,7 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
     rows: list[Accuracy] = []
     details: list[dict[str, object]] = []
     better: list[Breakdown | Precisions] = []
-    name = evaluate.ACCURACIES_FILE
+    name = ""
     for opened in _opened(loaded, screen.line, world):
         answers, images, is_one = Collected(), len(_own(opened, world)), opened.images.label_sets is None
         with Counting(f"validating {opened.name}", total=images, quiet=not world.is_first) as counting:
@@ -79,7 +80,7 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
         rows.append(Accuracy(name=opened.name, epoch=opened.epoch, found=found, classes=len(opened.class_names)))
         details.append(breakdown.measured_json(opened.name, opened.epoch, found, parts))
         better += [parts] if opened.is_better else []
-        name = _file_name(opened)
+        name = _file_name(path, opened)
     table = evaluate.tabulate_accuracies(rows)
     if not world.is_first:
         return 0
@@ -229,13 +230,26 @@ def _folder(path: Path | None) -> Path:
     """Where the CSV goes: beside what was measured, never into a checkpoint, which holds only its own files."""
     if path is None:
         return Path()
-    one = path.is_file() or format.checkpoints_in(path) == [path]
-    return path.parent if one else path
+    return path.parent if _is_one(path) else path
 
 
-def _file_name(opened: saved_model.Opened) -> str:
-    """The run's own table, or one named after other photos."""
-    if opened.other_data is None:
-        return evaluate.ACCURACIES_FILE
-    place = opened.other_data.resolve()
-    return f"validation-{place.name if place.is_dir() else place.stem}.csv"
+def _is_one(path: Path) -> bool:
+    """Whether it is one model, which may have others beside it, and not a run or a folder of them."""
+    return path.is_file() or format.checkpoints_in(path) == [path]
+
+
+def _file_name(path: Path | None, opened: saved_model.Opened) -> str:
+    """The table of a run or a folder; one model's is named after it, and after photos that are not its run's own."""
+    data, named = opened.options.data, [Path(evaluate.ACCURACIES_FILE).stem]
+    if path is None or _is_one(path):
+        named.append(Path(opened.name).name if path is None else path.absolute().name)
+    if opened.other_data is not None:
+        named.append(_name_of(opened.other_data))
+    elif path is None or path.is_file():  # weights have no data of their own
+        named.append(_name_of(data.data_dir) if data.data in PHOTOS and data.data_dir else data.data)
+    return f"{'-'.join(named)}.csv"
+
+
+def _name_of(photos: Path) -> str:
+    place = photos.resolve()
+    return place.name if place.is_dir() else place.stem

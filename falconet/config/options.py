@@ -610,7 +610,7 @@ class Table:
     """Where the result is written."""
 
     output: Path | None = local(None)
-    """CSV file for the result; default: validation.csv beside the checkpoints. Details go to a .json beside it."""
+    """CSV, details in a .json beside it; default: a run's validation.csv, or validation-NAME.csv beside a model."""
     predictions: Path | None = local(None)
     """CSV file for a row per image: path, label, and the five most probable classes with their probabilities."""
 

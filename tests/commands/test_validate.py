@@ -147,7 +147,7 @@ def test_single_checkpoint_is_measured_and_left_unchanged(falconet, checkpoints)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     answer = falconet(f"validate --checkpoint-input-path {folder}")
     assert answer.code == 0, answer.err
-    assert [row["checkpoint"] for row in rows(checkpoints / "validation.csv")] == [
+    assert [row["checkpoint"] for row in rows(checkpoints / f"validation-{NAMES[2]}.csv")] == [
         NAMES[2],
         f"{NAMES[2]} (moving average)",
     ]
@@ -214,7 +214,32 @@ def test_foreign_weights_are_measured_with_the_model_and_data_of_the_line(falcon
     answer = falconet(f"validate --checkpoint-input-path {path} {line}")
     assert answer.code == 0, answer.err
     assert f"  {accuracy:.2f}  " in answer.out
-    assert [(row["checkpoint"], row["best"]) for row in rows("validation.csv")] == [(path.name, "best")]
+    named = rows(f"validation-{path.name}-generated.csv")
+    assert [(row["checkpoint"], row["best"]) for row in named] == [(path.name, "best")]
+
+
+def test_every_file_of_weights_and_every_data_has_a_table_of_its_own(falconet, image_folder):
+    for name in ("w.pt", "w.pth"):
+        torch.save(zoo.build("resnet8-cifar", classes=2, seed=0).state_dict(), name)
+    shutil.copytree(image_folder, "other")
+    Path("validation.csv").write_text("of another program")
+    line = "--model resnet8-cifar --image-size 16 --micro-batch-size 4 --threads 1 --device cpu"
+    tables = {"w.pt --data-dir photos": "w.pt-photos", "w.pth --data-dir photos": "w.pth-photos"}
+    tables |= {"w.pt --data-dir other": "w.pt-other", f"--pretrained {Path('w.pt').absolute()} --data-dir other": ""}
+    for given, name in tables.items():
+        answer = falconet(f"validate {given} {line}")
+        assert answer.code == 0, answer.err
+        named = f"validation-{name or 'w.pt-other'}"
+        assert answer.out.endswith(f"written to {named}.csv and {named}.json\n")
+    tables = {"validation-w.pt-other.csv", "validation-w.pt-photos.csv", "validation-w.pth-photos.csv"}
+    assert {path.name for path in Path().glob("*.csv")} == {*tables, "validation.csv"}
+    assert Path("validation.csv").read_text() == "of another program"
+
+
+def test_checkpoints_that_are_measured_alone_leave_each_others_table_as_it_is(falconet, checkpoints):
+    for name in NAMES[:2]:
+        assert falconet(f"validate {checkpoints / name}").code == 0
+    assert {path.name for path in checkpoints.glob("*.csv")} == {f"validation-{name}.csv" for name in NAMES[:2]}
 
 
 def test_foreign_weights_without_a_model_are_refused_in_one_line(falconet, foreign):
