@@ -5,8 +5,11 @@ import math
 import posixpath
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from falconet.config.options import Logging
+from falconet.config.rules import PHOTOS
 from falconet.report.curves import short
 from falconet.report.epochs import in_short, span
 from falconet.report.foreign_folder import number
@@ -116,20 +119,38 @@ MIXED = "The runs have different images: their accuracies cannot be compared."
 
 def is_mixed(runs: Sequence[RunFiles]) -> bool:
     """Whether runs state different images, or show different classes."""
-    stated = {_images_of(run) for run in runs} - {()}
+    stated = {each for each in map(_images_of, runs) if each is not None}
     classes = {tuple(each.name for each in run.answers.classes) for run in runs if run.answers}
-    return len(classes) > 1 or any(not _are_same(one, other) for one, other in itertools.combinations(stated, 2))
+    return len(classes) > 1 or any(not _can_be_same(one, other) for one, other in itertools.combinations(stated, 2))
 
 
-def _images_of(run: RunFiles) -> tuple[str, ...]:
-    """The kind of the images and their folder; nothing of a run whose options are not known."""
-    named = [run.options[name].value for name in ("data", "data-dir") if name in run.options]
-    return (*named[:1], *map(posixpath.normpath, named[1:]))
+class _Images(NamedTuple):
+    """What a run's files say about its images; None: nothing."""
+
+    kind: str
+    folder: PurePosixPath | None  # of photos; those of a published dataset are the same everywhere
+    validated: float | None  # images
 
 
-def _are_same(one: Sequence[str], other: Sequence[str]) -> bool:
-    """One run may name the folder from where it was started, another from the root."""
-    if one[0] != other[0] or len(one) != len(other):
-        return False
-    short, long = sorted((f"/{each}" for each in (*one[1:], *other[1:])), key=len) if one[1:] else ("", "")
-    return long.endswith(short)
+def _images_of(run: RunFiles) -> _Images | None:
+    if "data" not in run.options:
+        return None
+    kind, place = run.options["data"].value, run.options.get("data-dir")
+    folder = PurePosixPath(posixpath.normpath(place.value)) if place and kind in PHOTOS else None
+    return _Images(kind, folder, last_of(run, "validation/images"))
+
+
+def _can_be_same(one: _Images, other: _Images) -> bool:
+    """Whether nothing that is known distinguishes them."""
+    numbers = {one.validated, other.validated} - {None}
+    folders = [each for each in (one.folder, other.folder) if each is not None]
+    return one.kind == other.kind and len(numbers) < 2 and (len(folders) < 2 or _can_be_one(*folders))
+
+
+def _can_be_one(one: PurePosixPath, other: PurePosixPath) -> bool:
+    """A relative path of an older run begins where that run was started, which is not known: its end is compared."""
+    if one.is_absolute() and other.is_absolute():
+        return one == other
+    ends = [(path.is_absolute(), [part for part in path.parts if part != ".."]) for path in (one, other)]
+    (_, end), (_, whole) = sorted(ends, key=lambda each: (each[0], len(each[1])))
+    return not end or whole[-len(end) :] == end

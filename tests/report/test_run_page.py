@@ -127,31 +127,40 @@ def test_every_option_that_is_folded_away_exists():
     assert {*options_of(TrainOptions)} >= OUTPUTS
 
 
-IMAGES = {
-    "the same": ([("data", "digits")], [("data", "digits")], False),
-    "others": ([("data", "digits")], [("data", "cifar10")], True),
-    "one folder": ([("data", "folder"), ("data-dir", "photos/")], [("data", "folder"), ("data-dir", "photos")], False),
-    "from the root": (
-        [("data", "folder"), ("data-dir", "photos")],
-        [("data", "folder"), ("data-dir", "/a/photos")],
-        False,
-    ),
-    "two folders": (
-        [("data", "folder"), ("data-dir", "a/photos")],
-        [("data", "folder"), ("data-dir", "/b/photos")],
-        True,
-    ),
-    "nearly": ([("data", "folder"), ("data-dir", "tos")], [("data", "folder"), ("data-dir", "/a/photos")], True),
+IMAGES = {  # of two runs: the kind, the folder and the validated images
+    "the same": (("digits", None, 10), ("digits", None, 10), False),
+    "others": (("digits", None, None), ("cifar10", None, None), True),
+    "a published dataset, in two places": (("cifar10", "/a", 10), ("cifar10", "/b", 10), False),
+    "a published dataset, in its own place": (("cifar10", "/a", 10), ("cifar10", None, 10), False),
+    "one folder": (("folder", "photos/", 10), ("folder", "photos", 10), False),
+    "one folder, by way of another": (("folder", "/a/b/../photos", 10), ("folder", "/a/photos", 10), False),
+    "from the root": (("folder", "photos", 10), ("folder", "/a/photos", 10), False),
+    "from a folder beside it": (("folder", "../photos", 10), ("folder", "/a/photos", 10), False),
+    "from two folders": (("folder", "../photos", 10), ("folder", "photos", 10), False),
+    "from inside": (("folder", ".", 10), ("folder", "/a/photos", 10), False),
+    "from inside and above": (("folder", "photos", 10), ("folder", "../../a/photos", 10), False),
+    "two folders": (("folder", "a/photos", 10), ("folder", "/b/photos", 10), True),
+    "two folders from the root": (("folder", "/photos", 10), ("folder", "/a/photos", 10), True),
+    "two folders below others": (("folder", "../a/photos", 10), ("folder", "b/photos", 10), True),
+    "one that is too long": (("folder", "a/photos", 10), ("folder", "/photos", 10), True),
+    "nearly": (("folder", "tos", 10), ("folder", "/a/photos", 10), True),
+    "two folders of one name": (("folder", "photos", 10), ("folder", "/a/photos", 11), True),
+    "one folder that grew": (("folder", "/a/photos", 10), ("folder", "/a/photos", 11), True),
+    "not validated yet": (("folder", "photos", 10), ("folder", "/a/photos", None), False),
 }
 
 
 @pytest.mark.parametrize("named", IMAGES)
 def test_runs_of_different_images_are_noted(tmp_path, named):
     *stated, is_noted = IMAGES[named]
-    runs = [
-        read_run(write_run(tmp_path / str(place), options=[(*each, "command line") for each in options]))
-        for place, options in enumerate(stated)
-    ]
+    runs = []
+    for place, (kind, data, count) in enumerate(stated):
+        options = [("data", kind, "command line"), *([("data-dir", data, "command line")] if data else [])]
+        folder = write_run(tmp_path / str(place), options=options)
+        if count is not None:
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(lines([{"update": 60, "epoch": 3.0, "validation/images": count}]))
+        runs.append(read_run(folder))
     assert is_mixed(runs) == is_noted
     assert (MIXED in page(runs)) == is_noted
 
