@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from falconet.data import input
-from falconet.doctor.bottleneck import AUGMENT, COMPUTE, COPY, DECODE, READ, Finding
+from falconet.doctor.bottleneck import AUGMENT, COMPUTE, COPY, DECODE, LOAD, READ, Finding
 from falconet.report.console import counted
 from falconet.report.epochs import span
 
@@ -42,13 +42,26 @@ class Advice:
         for name, rate in parts.alone().items():
             shown, about = ("-", self._absent(name)) if rate is None else (f"{rate:,.0f}", self._about(name))
             yield f"{name:<10} {shown:>9}  {about}"
+            yield from self._loading() if name == DECODE else ()
         later, first = (parts.together(from_disk=each) for each in (not self.is_cached, True))
         yield f"{'together':<10} {later:>9,.0f}  predicted for the run: {self._overlap(later)}"
-        yield f"limited by: {self.limit}"
+        yield f"limited by: {self._named_limit()}"
         slower = f", the first one {span(found.images / first)}, from the disk" if first < 0.95 * later else ""
         taken = f"{span(found.images / later)}{slower}"
         yield f"an epoch of {found.images:,} images takes about {taken}, without validation"
         yield from (f"change: {each}" for each in self.changes())
+
+    def _loading(self) -> Iterator[str]:
+        """Beside reading and decoding, what both take together."""
+        parts = self.found.parts
+        rate = parts.loading(from_disk=not self.is_cached)
+        if rate is not None and parts.kept is not None and parts.decode is not None:
+            place = "memory" if self.is_cached else "the disk"
+            yield f"{LOAD:<10} {rate:>9,.0f}  each thread reads a photo from {place}, and then decodes it"
+
+    def _named_limit(self) -> str:
+        share = self.found.parts.share(self.limit, from_disk=not self.is_cached)
+        return self.limit if share is None else f"{LOAD}, of which {self.limit} takes {share:.0%}"
 
     def _about(self, name: str) -> str:
         found, threads = self.found, counted(self.workers, "thread")
@@ -86,7 +99,7 @@ class Advice:
             return "nothing is loaded"
         if not self.is_cached and parts.limit(from_disk=True) == READ:
             return "the files do not fit into memory, and are read from the disk in every epoch"
-        if together < 0.9 * min(parts.load, parts.updates.computed):
+        if together < 0.9 * min(parts.overlapping(from_disk=not self.is_cached).values()):
             return "loading and computing take the cores from each other" if self._on_cpu else "they hinder each other"
         return "loading overlaps with computing"
 

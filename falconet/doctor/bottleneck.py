@@ -25,7 +25,7 @@ from falconet.train.capture import WARM
 from falconet.train.placement import TrainingLoader
 from falconet.train.processes import Launch
 
-READ, DECODE, AUGMENT, COPY, COMPUTE = "read", "decode", "augment", "copy", "compute"
+READ, DECODE, LOAD, AUGMENT, COPY, COMPUTE = "read", "decode", "load", "augment", "copy", "compute"
 READING, LOADING, COMPUTING, TRAINING = 1.0, 2.0, 3.0, 3.0  # seconds for each measurement
 TRYING = 2.0  # seconds for updates with other options
 SLOW = 1.0  # seconds: a micro-batch that takes longer is measured by a smaller one
@@ -65,20 +65,37 @@ class Parts:
 
     def together(self, *, from_disk: bool) -> float:
         """The images per second of all of them at once; measured apart, they would come out faster than the slowest."""
-        bounds = [*self._known(from_disk=from_disk).values(), *([] if self.load is None else [self.load])]
-        found = min(self.updates.trained or self.updates.computed, *bounds)
-        if not from_disk or self.read is None or self.kept is None or self.load is None:
-            return found
-        longer = max(0.0, 1 / self.read - 1 / self.kept)  # a thread reads a file, and then decodes it
-        return min(found, 1 / (1 / self.load + longer))
+        bounds = self.overlapping(from_disk=from_disk).values()
+        return min(self.updates.trained or self.updates.computed, *bounds)
+
+    def overlapping(self, *, from_disk: bool) -> dict[str, float]:
+        """Of what happens at the same time: loading, copying and computing."""
+        rates = {LOAD: self.loading(from_disk=from_disk), COPY: self.copy, COMPUTE: self.updates.computed}
+        return {name: rate for name, rate in rates.items() if rate is not None}
+
+    def loading(self, *, from_disk: bool) -> float | None:
+        """Of threads that read an image, and then decode it: slower than each of both; None: nothing is loaded."""
+        if self.load is None:
+            return None
+        longer = 0.0  # seconds per image, of the disk
+        if from_disk and self.read is not None and self.kept is not None:
+            longer = max(0.0, 1 / self.read - 1 / self.kept)
+        parts = self._of_loading(from_disk=from_disk).values()
+        return min(self.load, 1 / (1 / self.load + longer), *parts)
 
     def limit(self, *, from_disk: bool) -> str:
-        """The slowest part."""
-        known = self._known(from_disk=from_disk)
-        return min(known, key=lambda name: known[name])
+        """The part to make faster: of those that overlap the slowest; if that is loading, what takes most of it."""
+        overlapping, parts = self.overlapping(from_disk=from_disk), self._of_loading(from_disk=from_disk)
+        slowest = min(overlapping, key=lambda name: overlapping[name])
+        return min(parts, key=lambda name: parts[name]) if slowest == LOAD else slowest
 
-    def _known(self, *, from_disk: bool) -> dict[str, float]:
-        rates = self.alone() if from_disk else self.alone() | {READ: self.kept}
+    def share(self, part: str, *, from_disk: bool) -> float | None:
+        """Of the time of loading, if an image is both read and decoded and this is one of them."""
+        parts, whole = self._of_loading(from_disk=from_disk), self.loading(from_disk=from_disk)
+        return whole / parts[part] if whole is not None and part in parts and len(parts) > 1 else None
+
+    def _of_loading(self, *, from_disk: bool) -> dict[str, float]:
+        rates = {READ: self.read if from_disk else self.kept, DECODE: self.decode, AUGMENT: self.augment}
         return {name: rate for name, rate in rates.items() if rate is not None}
 
 

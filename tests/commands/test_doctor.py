@@ -148,7 +148,7 @@ def quickly(monkeypatch):
         monkeypatch.setattr(bottleneck, name, 0.05)
 
 
-TABLE = re.compile(r"^(read|decode|augment|copy|compute|together) +([\d,]+|-)  ", re.M)
+TABLE = re.compile(r"^(read|decode|load|augment|copy|compute|together) +([\d,]+|-)  ", re.M)
 
 
 @pytest.mark.usefixtures("quickly", "image_folder")
@@ -157,11 +157,10 @@ def test_every_part_of_a_training_on_photos_is_measured(falconet):
     answer = falconet(line)
     assert answer.code == 0, answer.err
     rates = dict(TABLE.findall(answer.out))
-    assert list(rates) == ["read", "decode", "copy", "compute", "together"]
+    assert [name for name in rates if name != "load"] == ["read", "decode", "copy", "compute", "together"]
     assert rates.pop("copy") == "-"
     assert all(int(rate.replace(",", "")) > 0 for rate in rates.values())
-    limit = re.search(r"^limited by: (\w+)$", answer.out, re.M)[1]
-    assert limit in ("decode", "compute")
+    assert re.search(r"^limited by: (compute|load, of which (read|decode) takes \d+%)$", answer.out, re.M)
     assert re.search(r"^an epoch of 24 images takes about .*, without validation$", answer.out, re.M)
     assert re.search(r"^change: ", answer.out, re.M)
     assert not list(Path.cwd().glob("runs*"))
@@ -288,6 +287,31 @@ def test_all_together_are_never_predicted_faster_than_the_slowest(slowest):
     rates = {"read": 3000.0, "kept": 3000.0, "decode": 70.0, "copy": 500.0, "load": 60.0, "computed": 65.0}
     parts = finding(**rates | {slowest: 6.2}, trained=6.9).parts
     assert parts.together(from_disk=False) == parts.together(from_disk=True) == 6.2
+
+
+ONE_AFTER_THE_OTHER = [  # rates, and what is said of them
+    ({}, 500, "load, of which read takes 50%"),
+    ({"computed": 400.0}, 400, "compute"),
+    ({"copy": 300.0}, 300, "copy"),
+    ({"kept": 2000.0, "decode": 666.0}, 500, "load, of which decode takes 75%"),
+    ({"read": 250.0, "stored": 10**10}, 200, "load, of which read takes 80%"),  # 1 / (1 / 500 + 1 / 250 - 1 / 1000)
+    ({"kept": 510.0, "decode": None}, 500, "read"),  # decoding takes no time that could be measured
+]
+
+
+@pytest.mark.parametrize(("given", "rate", "limit"), ONE_AFTER_THE_OTHER)
+def test_the_limit_is_what_has_the_predicted_rate(given, rate, limit):
+    rates = {"read": 1000.0, "kept": 1000.0, "decode": 1000.0, "load": 500.0, "computed": 600.0, "trained": 700.0}
+    said = advice(finding(**rates | {"stored": 10**6} | given))
+    text = "\n".join(said.lines())
+    named, shown = re.search(r"^limited by: (\w+)", text, re.M)[1], dict(TABLE.findall(text))
+    assert f"limited by: {limit}\n" in text
+    assert shown["together"] == str(rate)
+    assert "hinder" not in text
+    assert "take the cores" not in text
+    if named != "read":  # which is shown as it is from the disk
+        assert shown[named] == str(rate)
+    assert said.changes()
 
 
 def test_decoding_is_what_loading_takes_beside_reading():
