@@ -235,7 +235,7 @@ def _peak(x, peaks, pixels, channels, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _spread_peak(x, peaks, g, dx, pixels, channels, COLUMNS: tl.constexpr):
-    """The gradient of a peak, in equal parts to all pixels that have it."""
+    """The gradient of a peak, in equal parts to all pixels that have it; no pixel equals NaN, and all get that."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there, image = columns < channels, tl.program_id(0).to(tl.int64)
     best = loaded(peaks, image * channels + columns, there)
@@ -244,9 +244,10 @@ def _spread_peak(x, peaks, g, dx, pixels, channels, COLUMNS: tl.constexpr):
         v = loaded(x, (image * pixels + pixel) * channels + columns, there)
         equal += tl.where(v == best, 1.0, 0.0)
     d = loaded(g, image * channels + columns, there) / equal
+    rest = tl.where(equal > 0, 0.0, float("nan"))  # as in torch: a zero would hide it
     for pixel in range(pixels):
         offsets = (image * pixels + pixel) * channels + columns
-        v = tl.where(loaded(x, offsets, there) == best, d, 0.0)
+        v = tl.where(loaded(x, offsets, there) == best, d, rest)
         tl.store(dx + offsets, v.to(dx.dtype.element_ty), mask=there)
 
 

@@ -136,15 +136,24 @@ def _at_once(y, found, act):
     return pool_kernels.halve_normed(y, found, act=act)
 
 
-def peak_errors(shape):
-    """Of the largest value of each channel; small whole numbers, so that some pixels are equal."""
+def peak_errors(shape, *, broken=()):
+    """Of the largest value of each channel; small whole numbers, so that some pixels are equal.
+
+    `broken`: pixels, by number, that are NaN in a channel of their own; those of the result are counted as errors
+    where torch has none, or the other way round.
+    """
     noise = torch.Generator().manual_seed(0)
     x = torch.randint(-3, 4, shape, generator=noise).float().contiguous(memory_format=torch.channels_last)
+    for channel, pixel in enumerate(broken):
+        x[-1, channel, pixel // shape[3], pixel % shape[3]] = torch.nan
     peaks, dz = pool_kernels.peak(x), torch.randn(shape[:2], generator=noise)
     dx, leaf = pool_kernels.spread_peak(dz, x, peaks), x.double().requires_grad_()
     exact = torch.amax(leaf, dim=(2, 3))
     exact.backward(dz.double())
-    return {"output": _error(peaks, exact.detach()), "input": _error(dx, leaf.grad)}
+    results = {"output": (peaks, exact.detach()), "input": (dx, leaf.grad)}
+    found = {name: _error(*(torch.nan_to_num(each) for each in pair)) for name, pair in results.items()}
+    assert int(exact.isnan().sum()) == len(broken)
+    return found | {f"NaN of the {name}": int((a.isnan() != b.isnan()).sum()) for name, (a, b) in results.items()}
 
 
 def stem_errors(side, act, outputs):
@@ -202,6 +211,7 @@ if __name__ == "__main__":
         found[f"{side} pixels, halved, {act}"] = halved_errors((2, 24, side, side + 1), act, two)
     found["channels beyond a tile, halved"] = halved_errors((3, 144, 7, 7), "gelu", False)
     found["peaks"] = peak_errors((3, 300, 3, 4))
+    found["peaks of NaN"] = peak_errors((3, 300, 3, 4), broken=(0, 5, 11))
     for side, act, outputs in ((9, "gelu", 24), (32, "silu", 32)):
         found[f"{side} pixels, stem"] = stem_errors(side, act, outputs)
     for name, (mean, deviation) in INPUTS.items():
