@@ -38,6 +38,7 @@ AT_ONCE = struct.pack("ii", True, 0)  # seconds to linger
 READ_AHEAD = 1 << 20  # bytes buffered per connection
 LONGEST = 200  # characters of an error
 INTERNAL = "internal error, which the server has logged"
+SOFTWARE = "falconet"  # what answers say of the server; versions would tell an attacker what to try
 Drain = Callable[[], Coroutine[None, None, int]]  # finishes requests in progress; returns how many were cut
 LOG = logging.getLogger("falconet.serve")  # failures of the server; bad requests are answered, not logged
 
@@ -197,6 +198,7 @@ class Connection(web.RequestHandler):
                 client=request.remote or "", status=resp.status, error=error, bytes_out=resp.content_length or 0
             )
             resp.headers[ID] = record.id
+        resp.headers[hdrs.SERVER] = SOFTWARE  # else aiohttp's version and Python's
         if self.is_draining and not self._messages:  # requests that were sent without waiting for this answer
             resp.force_close()
         return await super().finish_response(request, resp, start_time)

@@ -13,13 +13,22 @@ from typing import NamedTuple
 
 from aiohttp import hdrs, web
 from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.http import SERVER_SOFTWARE, HttpVersion11, RawRequestMessage
+from aiohttp.http import HttpVersion11, RawRequestMessage
 
 from falconet.errors import printable
 from falconet.serve import records
 from falconet.serve.access import Access
 from falconet.serve.bodies import Memory
-from falconet.serve.connections import IDLE_SECONDS, INTERNAL, LOG, LONGEST, READ_AHEAD, Connection, log_failure
+from falconet.serve.connections import (
+    IDLE_SECONDS,
+    INTERNAL,
+    LOG,
+    LONGEST,
+    READ_AHEAD,
+    SOFTWARE,
+    Connection,
+    log_failure,
+)
 from falconet.serve.protocol import AT_ONCE, HEADER
 from falconet.serve.records import Record
 from falconet.serve.refusals import RefusedError
@@ -224,5 +233,5 @@ def written(status: int, headers: Mapping[str, str], body: bytes) -> bytes:
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{lines}Content-Length: {len(body)}\r\n"
-        f"Date: {rfc822_formatted_time()}\r\nServer: {SERVER_SOFTWARE}\r\n\r\n"
+        f"Date: {rfc822_formatted_time()}\r\nServer: {SOFTWARE}\r\n\r\n"
     ).encode("ascii") + body

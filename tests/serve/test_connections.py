@@ -73,8 +73,31 @@ def test_malformed_http_is_answered_in_json(small, sent, status):
         connection.sendall(sent)
         ((found, headers, content),) = answers(received(connection))
     assert (found, headers["content-type"]) == (status, "application/json; charset=utf-8")
+    assert headers["server"] == "falconet"
     assert list(content) == ["error"]
     assert printable(content["error"]) == content["error"]
+
+
+ASKED = {  # method, path, headers, status
+    "answered": ("GET", "/v2/health/live", {}, 200),
+    "a page": ("GET", "/", {}, 200),
+    "an unknown address": ("GET", "/nowhere", {"X-Api-Key": "k" * 32}, 404),
+    "another method": ("PUT", "/v2", {"X-Api-Key": "k" * 32}, 405),
+    "without a key": ("GET", "/v2", {}, 401),
+}
+
+
+def test_no_answer_shows_versions_of_software(monkeypatch):
+    with running(access=Access(keys=Keys(["k" * 32]))) as found:
+        for method, path, headers, status in ASKED.values():
+            got, answered, _ = found.request(None, headers, method=method, path=path)
+            assert (got, answered.get_all("Server")) == (status, ["falconet"]), path
+        body, headers = binary(pixels(1))
+        headers |= {"X-Api-Key": "k" * 32}
+        assert found.request(body, headers)[1].get_all("Server") == ["falconet"]
+        monkeypatch.setattr(app.protocol, "read_request", lambda *_: 1 / 0)
+        status, answered, _ = found.request(body, headers)
+        assert (status, answered.get_all("Server")) == (500, ["falconet"])
 
 
 def test_a_bad_chunk_after_the_answer_is_not_logged(small):
