@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from falconet.errors import printable
+from falconet.serve import records
 from falconet.serve.access import Keys
 from falconet.serve.records import Record
 from falconet.serve.refusals import UnauthorizedError
@@ -48,7 +49,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
             if self._keys is not None and details.method not in HEALTH:
                 self._keys.require(sent)
         except UnauthorizedError as error:
-            behaviour = _refusing(printable(str(error)))
+            behaviour = _refusing(error)
         make = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
@@ -84,9 +85,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
         return followed
 
 
-def _refusing(why: str) -> Behaviour:
+def _refusing(error: UnauthorizedError) -> Behaviour:
     async def refuse(_: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+        records.note_refusal(error)  # by the word that HTTP has for it, too
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, printable(str(error)))
 
     return refuse
 

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf import json_format
 
 from falconet.errors import ConfigError, UserError, printable
-from falconet.serve import bodies, grpc_messages, protocol
+from falconet.serve import bodies, grpc_messages, protocol, records
 from falconet.serve.bodies import Memory
 from falconet.serve.connections import GLANCE_SECONDS, Drain, log_failure
 from falconet.serve.grpc_messages import HEALTH, SERVICE, Split, message, parsed
@@ -273,9 +273,11 @@ async def _refusing(context: Any) -> AsyncIterator[None]:
         yield
     except RefusedError as error:
         log_failure(error)
+        records.note_refusal(error)  # by the word that HTTP has for it, too
         retry = RETRY if isinstance(error, OverloadedError) else ()
         await context.abort(CODES[error.status], printable(str(error)), retry)
     except UserError as error:  # a model that cannot be loaded
+        records.note_refusal(error)
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, printable(str(error)))
 
 

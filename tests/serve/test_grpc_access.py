@@ -11,10 +11,11 @@ import trustme
 from falconet.serve import records
 from falconet.serve.access import Access, Keys
 from falconet.serve.grpc_access import Guard, credentials
+from falconet.serve.grpc_messages import message
 from falconet.serve.prometheus import Metrics
 from falconet.serve.telemetry import Telemetry
 from falconet.serve.tls import read_identity
-from served import LIMIT, running
+from served import LIMIT, NAME, PATH, running
 
 KEY = "k" * 32
 SERVICE = "inference.GRPCInferenceService"
@@ -79,9 +80,36 @@ def test_a_call_needs_a_key_and_a_probe_does_not():
                 assert caught.value.details().startswith("API key: ")
                 assert "x" * 32 not in caught.value.details()
         assert [record.status for record in seen] == ["OK", "OK", "OK", "UNAUTHENTICATED", "UNAUTHENTICATED"]
-        assert seen[-1].reason == "unauthenticated"
+        assert seen[-1].reason == "unauthorized"
 
     asyncio.run(scenario())
+
+
+REFUSED = {  # by reason: the key, then the address over HTTP, and the method and the model over gRPC
+    "unauthorized": ("w" * 32, PATH, "ModelInfer", NAME),
+    "request": (KEY, PATH, "ModelInfer", NAME),
+    "unknown_model": (KEY, "/v2/models/x/infer", "ModelInfer", "x"),
+    "forbidden": (KEY, "/v2/repository/models/x/load", "RepositoryModelLoad", "x"),
+}
+
+
+def test_a_refusal_has_the_same_reason_as_over_http():
+    async def called(address):
+        async with grpc.aio.insecure_channel(address) as channel:
+            for key, _, method, model in REFUSED.values():
+                body = message(f"{method}Request")(model_name=model).SerializeToString()
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await call(channel, method, body, x_api_key=key)
+
+    seen = []
+    telemetry = Telemetry(Metrics(), [seen.append])
+    with running(access=Access(keys=Keys([KEY])), telemetry=telemetry, most_bytes=1 << 20) as found:
+        for key, path, _, _ in REFUSED.values():
+            assert found.request(b"{}", {"X-Api-Key": key}, path=path)[0] >= 400
+        asyncio.run(called(found.grpc))
+    assert [(record.method, record.reason) for record in seen] == [
+        (method, reason) for method in ("POST", "gRPC") for reason in REFUSED
+    ]
 
 
 def test_a_stream_needs_a_key():
