@@ -36,7 +36,7 @@ from falconet.bench import load_test
 from falconet.bench.client import Job
 from falconet.bench.load_test import Target, Tensors
 from falconet.bench.statistics import percentile
-from falconet.commands import bench_servers
+from falconet.commands import bench_serve
 from falconet.config.commands import BenchServeOptions, ServeOptions
 from falconet.config.load import load_options, read_line
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
@@ -94,7 +94,7 @@ def triton_served(args: argparse.Namespace, line: str) -> Iterator[Target]:
     words = f"{line} --micro-batch-size {args.batch} --data generated --server triton"
     settings = read_line(BenchServeOptions, words.split())
     options = load_options(BenchServeOptions, settings).options
-    with bench_servers.opened(options, settings, lambda _: None) as targets:
+    with bench_serve.targets(options, settings, lambda _: None) as targets:
         yield from targets.values()
 
 

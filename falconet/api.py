@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from falconet import inputs
 from falconet.checkpoint import format
 from falconet.checkpoint.format import Which
-from falconet.commands import inputs
 from falconet.commands import train as train_command
 from falconet.config.commands import Command, PredictOptions, TrainOptions
 from falconet.config.fields import options_of

@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import NoReturn
 
-from falconet import __version__, exits
-from falconet.commands import inputs
+from falconet import __version__, exits, inputs
 from falconet.config import synonyms
 from falconet.config.commands import (
     COMMANDS,

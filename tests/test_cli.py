@@ -52,6 +52,11 @@ def test_a_line_gets_its_exit_code_and_answer(falconet, line, expected):
     assert expected[1] in answer.out + answer.err
 
 
+def test_every_file_of_commands_is_a_command():
+    files = {path.stem for path in Path(cli.__file__).with_name("commands").glob("*.py")} - {"__init__"}
+    assert files == {name.replace(" ", "_") for name in COMMANDS}
+
+
 def test_overview_lists_every_command(falconet):
     shown = falconet("--help").out
     assert all(f"  {name} " in shown for name in COMMANDS)

@@ -1,7 +1,7 @@
 """`falconet bench serve`: measure the throughput and latency of a served model, as clients see them."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -12,22 +12,26 @@ import numpy as np
 import torch
 
 from falconet import writing
-from falconet.bench import load_test
+from falconet.bench import load_test, triton_server
 from falconet.bench.client import Job, Outcome
 from falconet.bench.execution import terminated_as_interrupted
 from falconet.bench.load_test import Target, Tensors, Together
 from falconet.bench.measurements import Measured, leave, settled
 from falconet.checkpoint import format
-from falconet.commands import bench_servers
-from falconet.config.commands import BenchServeOptions
+from falconet.config.commands import BenchServeOptions, ServeOptions
 from falconet.config.fields import options_of
-from falconet.config.load import Loaded
-from falconet.config.settings import LINE, Setting
+from falconet.config.load import Loaded, of_command
+from falconet.config.settings import LINE, Setting, spelled
+from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, WorldError, named_option
-from falconet.export import checks
-from falconet.infer.predictor import Pixels, Predictor
+from falconet.export import checks, triton_repository
+from falconet.export.formats import ONNX, save_onnx
+from falconet.export.graph import Graph
+from falconet.export.triton_repository import MODELS, Scheduling
+from falconet.infer.classifier import Classifier
+from falconet.infer.predictor import Pixels, Predictor, open_served
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
@@ -35,6 +39,7 @@ from falconet.report.console import Say, Screen, counted
 from falconet.report.styles import FALCONET, Conventions
 from falconet.train.saved_model import refuse_download
 
+RUNNING, OURS, TRITON = "server", "falconet", "triton"  # what a server is called in the results
 HELD = 8  # different batches, used in turn
 TURNS = 5  # of each server, where several are compared; --iterations is divided between them
 MOST = 1000  # requests per client: a config for local batches asks for minutes more
@@ -53,10 +58,10 @@ def run(loaded: Loaded[BenchServeOptions], conventions: Conventions = FALCONET) 
         count = options.load.client_cores
         cores = stack.enter_context(load_test.cores_apart(count)) if count else ()
         home = stack.enter_context(writing.scratch())
-        targets = stack.enter_context(bench_servers.opened(options, line, note))
+        found = stack.enter_context(targets(options, line, note))
         servers = {
             name: server._replace(job=replace(server.job, cores=cores))
-            for name, server in _servers(options, targets, Path(home)).items()
+            for name, server in _servers(options, found, Path(home)).items()
         }
         if options.load.check_answers:
             servers = _with_expected(servers, options, line, note)
@@ -117,6 +122,128 @@ def _note_unused(options: BenchServeOptions, line: Sequence[Setting], screen: Sc
         screen.line("note: --window has no effect without --request-type ASYNC")
 
 
+# The servers: Falconet's and Triton's, started with the same model, or a running one.
+
+
+@contextlib.contextmanager
+def targets(options: BenchServeOptions, line: Sequence[Setting], say: Say) -> Iterator[dict[str, Target]]:
+    """The servers to measure, by name; those that were started are stopped at the end."""
+    load = options.load
+    if load.url is not None:
+        with named_option("url"):
+            target = Target.at(load.url, options.model.model, load.protocol)
+            target.metadata()  # fails now, with the option's name, if no server answers
+        yield {RUNNING: target}
+        return
+    kinds = (OURS, TRITON) if load.server == "both" else (load.server,)
+    starts = {OURS: _falconet, TRITON: _triton}
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(starts[name](options, line, say)) for name in kinds}
+
+
+@contextlib.contextmanager
+def _falconet(options: BenchServeOptions, line: Sequence[Setting], _: Say) -> Iterator[Target]:
+    with load_test.started(["serve", *_server_line(options, line)], options.load.protocol) as target:
+        yield target
+
+
+@contextlib.contextmanager
+def _triton(options: BenchServeOptions, line: Sequence[Setting], say: Say) -> Iterator[Target]:
+    """NVIDIA's server with the same model, as many threads, and the same limits of a batch."""
+    classifier, _ = _open_model(options, line, say)
+    if classifier.device.type == "cuda" and triton_server.find().packages is not None:
+        raise ConfigError("--server triton: PyPI's tritonserver computes on the CPU; expected --device cpu as well")
+    most = _max_batch(options)
+    scheduling = Scheduling(
+        max_batch=most,
+        delay=round(1000 * options.serving.max_delay),
+        threads=torch.get_num_threads() if classifier.device.type == "cpu" else None,
+    )
+    with writing.scratch() as home:
+        folder = Path(home)
+        graph = _graph(classifier, options, say)
+        save_onnx(graph, triton_repository.write(graph, folder, scheduling) / ONNX)
+        with triton_server.started(folder / MODELS, models=[graph.name]) as running:
+            ports = running.ports
+            port = ports.grpc if options.load.protocol == "grpc" else ports.http
+            yield Target(protocol=options.load.protocol, host=triton_server.HOST, port=port, model=graph.name)
+
+
+def _graph(classifier: Classifier, options: BenchServeOptions, say: Say) -> Graph:
+    """The model that Falconet serves, with its weights as they were rounded."""
+    if classifier.tta != "none":
+        raise ConfigError("--server triton: the run averages several views of an image; an exported model has only one")
+    computed = classifier.regime.formats(classifier.device)["activations"]
+    if computed == torch.bfloat16:
+        say("note: Triton computes in fp32, Falconet in bf16")
+    return Graph(
+        name=classifier.served_name,
+        options=replace(options.model, model=classifier.name),
+        model=classifier.model.cpu().float().eval(),
+        preprocessing=classifier.preprocessing,
+        class_names=classifier.class_names,
+        activation=classifier.activation,
+        takes_pixels=True,
+        half=computed == torch.float16,
+    )
+
+
+def _open_model(options: BenchServeOptions, line: Sequence[Setting], say: Say) -> tuple[Classifier, ServeOptions]:
+    """The model that the servers have, in this process."""
+    added = {} if options.input.checkpoint_input_path else _untrained(options)
+    settings = [Setting(name, spelled(value), LINE) for name, value in added.items()]
+    return open_served([*of_command(ServeOptions, line), *settings], say)
+
+
+def _max_batch(options: BenchServeOptions) -> int:
+    """Images that a server computes at once."""
+    batch, most = options.data.micro_batch, options.serving.max_batch
+    if most == "auto":
+        return batch
+    if most < batch:
+        raise ConfigError(
+            f"--max-batch: got {most}, expected at least --micro-batch-size, the {batch} images of one request"
+        )
+    return most
+
+
+def _server_line(options: BenchServeOptions, line: Sequence[Setting]) -> list[str]:
+    """The options of our server: those of the line that it has too, and what only its measurement knows."""
+    own = {setting.option: setting for setting in of_command(ServeOptions, line)}
+    added: dict[str, object] = {"max-batch": _max_batch(options)}
+    if options.serving.port == "auto":
+        added["port"] = 0
+    if options.serving.max_queue == "auto":
+        added["max-queue"] = options.data.micro_batch * options.load.clients * _window(options)
+    if options.input.checkpoint_input_path is None:
+        added |= _untrained(options)
+    settings = own | {name: Setting(name, spelled(value), LINE) for name, value in added.items()}
+    return [word for setting in settings.values() for word in setting.argv()]
+
+
+def _untrained(options: BenchServeOptions) -> dict[str, object]:
+    """The options of a model with random weights for the images that are sent."""
+    data = _images(options)
+    return {"model": options.model.model, "image-size": data.preprocessing.image_size, "classes": data.classes}
+
+
+def _window(options: BenchServeOptions) -> int:
+    """Requests that a client has in flight."""
+    return options.load.window if options.load.request_type == "ASYNC" else 1
+
+
+def _images(options: BenchServeOptions) -> Dataset:
+    data = options.data
+    if data.data == "synthetic":
+        raise ConfigError(
+            "--data synthetic: exists only on the device, but requests come from the host; expected generated"
+        )
+    return open_to_measure(data, model=options.model.model, global_batch=data.micro_batch, seed=0)
+
+
+# What is sent, and what comes back.
+
+
 def _servers(options: BenchServeOptions, targets: Mapping[str, Target], folder: Path) -> dict[str, Server]:
     """The requests for each server: the same pixels, in the order that its model takes."""
     tensors = {name: Tensors.of(target) for name, target in targets.items()}
@@ -143,7 +270,7 @@ def _servers(options: BenchServeOptions, targets: Mapping[str, Target], folder: 
                 images=str(paths[tensors[name].channels_last]),
                 expected=None,
                 tolerance=TOLERANCES[torch.float32],
-                window=bench_servers.window(options),
+                window=_window(options),
                 count=count,
             ),
         )
@@ -155,7 +282,7 @@ def _batches(options: BenchServeOptions, held: int) -> Pixels:
     """Pixels of the validation images, repeated until there are enough: batches x N x 3 x S x S."""
     size = options.data.micro_batch
     shape, regime = BatchShape(micro_batch=size), REGIMES[options.machine.precision]
-    images = bench_servers.images(options)
+    images = _images(options)
     reading = Input(data=options.data, regime=regime, world=ALONE, note=Screen().line)
     loader = reading.evaluation_loader(images, shape=shape)
     found = torch.cat([batch.images.clone() for batch in islice(loader.batches(), held)])
@@ -167,7 +294,7 @@ def _with_expected(
     servers: Mapping[str, Server], options: BenchServeOptions, line: Sequence[Setting], note: Say
 ) -> dict[str, Server]:
     """The same jobs with the scores that this process computes, in batches of the same size."""
-    classifier, _ = bench_servers.open_model(options, line, note)
+    classifier, _ = _open_model(options, line, note)
     predictor = Predictor(classifier, max_batch=options.data.micro_batch, captured=False)
     tolerance = TOLERANCES[classifier.regime.formats(classifier.device)["activations"]]
     found = {}
@@ -179,7 +306,7 @@ def _with_expected(
         np.save(path, np.stack(expected))
         # Where another library computes, its own test of an exported model holds.
         converted = classifier.device.type == "cpu" and options.serving.engine != "torch"
-        least = checks.TOLERANCE if converted or name == bench_servers.TRITON else 0.0
+        least = checks.TOLERANCE if converted or name == TRITON else 0.0
         found[name] = server._replace(job=replace(server.job, expected=str(path), tolerance=max(tolerance, least)))
     return found
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from falconet import inputs
 from falconet.checkpoint import format
 from falconet.cli import main
-from falconet.commands import inputs, predict
+from falconet.commands import predict
 from falconet.commands.predict import folder_name
 from falconet.config.commands import PredictOptions
 from falconet.config.load import read_line

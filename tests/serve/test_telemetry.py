@@ -21,7 +21,7 @@ from opentelemetry.trace import StatusCode
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from falconet.commands import inputs
+from falconet import inputs
 from falconet.config.commands import ServeOptions
 from falconet.config.load import parse, read_line
 from falconet.config.options import Telemetry as Options
