@@ -28,10 +28,9 @@ from falconet.errors import ConfigError, DataError, LinkError, named_option
 from falconet.exits import DONE, FAILED
 from falconet.export import checks, photos
 from falconet.export.checks import Agreement, Parity
-from falconet.export.formats import FORMATS, ONNX, Engine, torch_engine
+from falconet.export.formats import FORMATS, ONNX, Engine, quantise, torch_engine
 from falconet.export.graph import INPUT, OUTPUT, Graph, Pixels, Values
 from falconet.export.photos import Divided, Photos, counted_photos
-from falconet.export.quantisation import quantise
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.models import views
 from falconet.report.console import Say, Screen, counted

@@ -1,12 +1,17 @@
 """The findings of `falconet data check` in words: a table, a list of all, JSON, and the content of a page."""
 
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from falconet.data import thumbnails
+from PIL import Image, ImageFile, ImageOps
+
 from falconet.data.exclusion import line_of
 from falconet.data.findings import Copies, Finding, Findings, Limits, Photo, Photos
+from falconet.data.image_files import DAMAGE, UnreadableImageError, to_rgb, use_image
+from falconet.data.storage import PhotoSource
 from falconet.errors import printable
 from falconet.report.console import counted
 from falconet.report.data_page import Page, Picture, Section, Tile
@@ -17,6 +22,8 @@ MOST_LINES = 5  # names of classes in a line
 MOST_SHOWN, MOST_GROUPS, MOST_OF_GROUP = 18, 12, 6  # pictures of a kind, groups, and pictures of a group
 MOST_NAMES = 100  # of classes
 MOST_BYTES = 2_000_000  # of all pictures: as text in the page they take a third more
+THUMBNAIL_SIDE = 168  # pixels of the longer side: 84 on a screen of two pixels per point
+THUMBNAIL_QUALITY = 62
 
 
 @dataclass(frozen=True)
@@ -279,11 +286,55 @@ class Gallery:
         source, number = self._photos.place(photo.number)
         jpegs = tuple(
             jpeg
-            for make in (thumbnails.thumbnail, *([thumbnails.upright] if also_upright else []))
+            for make in (_thumbnail, *([_upright] if also_upright else []))
             if self._left > 0 and (jpeg := make(source, number)) is not None
         )
         self._left -= sum(map(len, jpegs))
         return Picture(photo.path, photo.side, photo.label, photo.detail, jpegs)
+
+
+def _thumbnail(source: PhotoSource, number: int) -> bytes | None:
+    """A photo as training sees it, as a JPEG; of a broken one what can be decoded, None: nothing."""
+    try:
+        with _broken_allowed():
+            return use_image(source.opened(number), lambda image: _encoded(_shrunk(image)))
+    except (UnreadableImageError, OSError):
+        return None
+
+
+def _upright(source: PhotoSource, number: int) -> bytes | None:
+    """A photo as viewers show it, turned by its EXIF tag."""
+    try:
+        return use_image(source.opened(number), lambda image: _encoded(ImageOps.exif_transpose(_shrunk(image))))
+    except (UnreadableImageError, OSError, *DAMAGE):
+        return None
+
+
+def _shrunk(image: Image.Image) -> Image.Image:
+    exif = image.getexif()
+    image.draft("RGB", (2 * THUMBNAIL_SIDE, 2 * THUMBNAIL_SIDE))
+    small = to_rgb(image)
+    small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE), reducing_gap=2.0)
+    small.info["exif"] = exif.tobytes() if exif else b""
+    return small
+
+
+def _encoded(image: Image.Image) -> bytes:
+    image.info.clear()
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=THUMBNAIL_QUALITY)
+    return file.getvalue()
+
+
+@contextmanager
+def _broken_allowed() -> Iterator[None]:
+    """Let Pillow return what it has of a truncated file; a setting of the whole process, so of one thread."""
+    before = ImageFile.LOAD_TRUNCATED_IMAGES
+    ImageFile.LOAD_TRUNCATED_IMAGES = True
+    try:
+        yield
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
 def page(checked: Checked, photos: Photos) -> Page:

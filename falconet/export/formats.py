@@ -1,9 +1,11 @@
 """The formats: how each writes its files, and how its own runtime computes with them."""
 
 import json
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,9 @@ from falconet.infer.engines import import_openvino
 
 Engine = Callable[[Values], Values]  # the graph's input in host memory -> logits
 ONNX, TORCH, OPENVINO = "model.onnx", "model.pt2", "model.xml"
+# Operators with 8-bit inputs and outputs. A convolution's output is stored after its ReLU or Clip, which the rounding
+# does itself. Other operators stay in fp32, such as sigmoids and group norms.
+IN_INT8 = ["Conv", "Gemm", "MatMul", "Relu", "Clip", "Add", "MaxPool", "GlobalAveragePool", "ReduceMean"]
 
 
 class Format(NamedTuple):
@@ -49,6 +54,42 @@ def save_onnx(graph: Graph, path: Path) -> None:
         assert program is not None
         program.model.metadata_props.update(facts(graph))
         program.save(str(path), external_data=False)
+
+
+def quantise(plain: Path, target: Path, batches: Iterator[Values], *, reduce_range: bool) -> None:
+    """Write the fp32 file `plain` as int8, for CPUs: weights signed with a scale per channel, activations unsigned.
+
+    The range of an activation is from its least to its largest value in the batches. `reduce_range`: 7-bit weights.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Reader:  # a CalibrationDataReader by its method
+        def get_next(self) -> dict[str, Values] | None:
+            images = next(batches, None)
+            return None if images is None else {INPUT: images}
+
+    with tempfile.TemporaryDirectory() as folder:
+        simplified = Path(folder) / "simplified.onnx"  # constants folded, shapes inferred
+        quant_pre_process(plain, simplified, skip_symbolic_shape=True)
+        nodes = onnx.load(simplified).graph.node
+        quantize_static(
+            simplified,
+            target,
+            Reader(),
+            op_types_to_quantize=IN_INT8,
+            nodes_to_exclude=[node.name for node in takewhile(lambda node: node.op_type != "Conv", nodes)],  # of pixels
+            per_channel=True,
+            reduce_range=reduce_range,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+    model = onnx.load(target)
+    used = {node.domain for node in model.graph.node}
+    for stated in [each for each in model.opset_import if each.domain not in used]:
+        model.opset_import.remove(stated)  # ONNX Runtime names all that it knows, and other programs refuse those
+    onnx.save(model, target)
 
 
 def open_onnx(_: Graph, folder: Path, device: torch.device) -> Engine:

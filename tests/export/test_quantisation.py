@@ -12,8 +12,7 @@ from onnx import TensorProto
 from exported import CPU, graph_of
 from falconet.export import checks, photos
 from falconet.export.checks import Agreement
-from falconet.export.formats import FORMATS, ONNX, onnx_engine, torch_engine
-from falconet.export.quantisation import quantise
+from falconet.export.formats import FORMATS, ONNX, onnx_engine, quantise, torch_engine
 
 
 def written(folder, graph, *, reduce_range=False):
