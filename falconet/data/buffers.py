@@ -42,8 +42,8 @@ def join(batches: Sequence[Batch]) -> Batch:
     return Batch(torch.cat([batch.images for batch in batches]), torch.cat([batch.labels for batch in batches]), mix)
 
 
-class RowReader(Protocol):
-    """Reads images into rows of a batch, in the form in which the device gets them; several threads at once."""
+class Rows(Protocol):
+    """The form of what is read."""
 
     @property
     def size(self) -> int: ...  # side of the images, pixels
@@ -53,6 +53,10 @@ class RowReader(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+
+class RowReader(Rows, Protocol):
+    """Reads images into rows of a batch, in the form in which the device gets them; several threads at once."""
 
     def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:
         """Write the images into `out` (N x S x S x 3); return which could be read. The others are black."""

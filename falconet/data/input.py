@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -81,9 +81,7 @@ class Input:
 
     def row_reader(self, source: Source, crops: Crops, bad: BadImages) -> RowReader:
         """Reads images in the form in which the device gets them, through the cache if there is one."""
-        data, device = self.data, self.world.device
-        asked = data.dataloader_rebatch_size
-        rows = None if asked == "auto" else min(asked, data.micro_batch)
+        data, device, rows = self.data, self.world.device, self._rows
         if isinstance(source, ArraySource) and data.dataset_location == "device":
             return ResidentRows(device, source=source, crops=crops, rows=rows or len(source))
         reader = _cached(reader_for(source, crops=crops, bad=bad), source, crops, data)
@@ -99,6 +97,23 @@ class Input:
         preprocessing = crops.preprocessing if on_host else crops.preprocessing.unnormalised
         return ValueRows(reader, Normalise(preprocessing, dtype=dtype), rows=rows)
 
+    def images_on_device(self, source: Source, *, shape: BatchShape, side: int) -> int:
+        """Images of this side that a training loader keeps on the device before it delivers them; 0: on the host."""
+        data, device = self.data, self.world.device
+        if device.type != "cuda" or data.data == "synthetic" or not _fills_on_device(data, source, device):
+            return 0
+        from falconet.data.gpu import PORTION
+
+        rows = self._rows or (len(source) if isinstance(source, ArraySource) else PORTION)
+        limits = Resources(workers=workers(data), ahead=most_ahead(data, source, device))
+        return limits.images_held(_Pixels(side, rows), shape)
+
+    @property
+    def _rows(self) -> int | None:
+        """Images worth one call, if that was asked for."""
+        asked = self.data.dataloader_rebatch_size
+        return None if asked == "auto" else min(asked, self.data.micro_batch)
+
     def resources(self, source: Source) -> Resources:
         """Threads and memory of a loader."""
         data, device = self.data, self.world.device
@@ -110,6 +125,14 @@ class Input:
             buffers = Buffers(pin=device.type == "cuda")
         ahead = most_ahead(data, source, device)
         return Resources(workers=workers(data), device=device, buffers=buffers, ahead=ahead)
+
+
+class _Pixels(NamedTuple):
+    """The form of images that the device itself decodes or picks."""
+
+    size: int
+    rows: int
+    dtype: torch.dtype = torch.uint8
 
 
 def workers(data: Data, processes: int = 1) -> int:
@@ -150,7 +173,10 @@ def free_memory() -> int:
 
 
 def most_ahead(data: Data, source: Source, device: torch.device) -> int:
-    """Bytes of images that may be read ahead, in the memory they are read into."""
+    """Bytes of images that may be read ahead, in the memory they are read into.
+
+    Of what is free when a loader is made: that of a validation is made beside what the training's holds.
+    """
     on_device = _fills_on_device(data, source, device)
     free = torch.cuda.mem_get_info(device)[0] if on_device else free_memory()
     return min(MOST_AHEAD, free // SHARE)

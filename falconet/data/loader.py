@@ -15,7 +15,7 @@ import torch
 from falconet.config.options import Augmentation
 from falconet.data import keyed, mixing
 from falconet.data.augment import Chain, PixelChanges
-from falconet.data.buffers import Batch, Buffers, RowReader, join, on_device
+from falconet.data.buffers import Batch, Buffers, RowReader, Rows, join, on_device
 from falconet.data.keyed import IntArray
 from falconet.data.mixing import Mix
 from falconet.data.order import COPY_BITS, Order, OrderAhead, shuffled
@@ -68,11 +68,19 @@ class Resources:
     buffers: Buffers = field(default_factory=Buffers)
     ahead: int = MOST_AHEAD  # bytes of images
 
-    def images_ahead(self, reader: RowReader, images: int) -> int:
+    def images_ahead(self, form: Rows, images: int) -> int:
         """Images to read ahead of an update of `images`: enough that no thread waits, if the memory allows it."""
-        part = min(reader.rows, images)
+        part = min(form.rows, images)
         enough = max(UPDATES_AHEAD * images, PARTS_AHEAD * self.workers * part)
-        return max(1, min(enough, self.ahead // (reader.size * reader.size * 3 * reader.dtype.itemsize)))
+        return max(1, min(enough, self.ahead // (form.size * form.size * 3 * form.dtype.itemsize)))
+
+    def images_held(self, form: Rows, shape: BatchShape) -> int:
+        """At most as many have memory before they are delivered, between two epochs too.
+
+        Beyond those that are read ahead: the micro-batch that is delivered next, whatever its size, and one of which
+        the threads have got only the first rows.
+        """
+        return self.images_ahead(form, shape.micro_batch * shape.accumulation) + 2 * shape.micro_batch
 
     def batch_for(self, reader: RowReader, images: int) -> Batch:
         return self.buffers.batch(images, size=reader.size, dtype=reader.dtype)
@@ -149,7 +157,12 @@ class Loader:
         return (joined(update, self._shape.joined) for update in here) if self._shape.joined > 1 else here
 
     def _first(self, begun: "_Begun", number: int) -> Iterator[list[Batch]]:
-        """So many updates, those of its epoch; the others are kept for the next one."""
+        """So many updates, those of its epoch; the others are kept for the next one.
+
+        During a validation between both, they stay in memory, in that of the device if their photos are decoded there:
+        as many as `Resources.images_held` says, up to 1 GiB, and an update that is on the device in any case.
+        `train/memory.py` counts them.
+        """
         yield from islice(begun.updates, max(number, 0))
         if begun.read in self._open:  # else the loader was closed
             self._begun = begun._replace(epoch=begun.epoch + 1)

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 SPARE = 1 / 32  # of a device's memory: what its allocator may not find in one piece in a longer run
 UPDATES = 2  # of a trial: the first one creates the optimizer's state
 Keep = Callable[[Tensor], None]
-AHEAD = 2  # updates whose images are on the device: the one in use, and the next
+AHEAD = 2  # updates whose images are on the device in any case: the one in use, and the next
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
     """Predicted bytes of training."""
 
-    fixed: int  # weights, their casts, gradients, optimizer state, and the images of the next update
+    fixed: int  # weights, their casts, gradients, optimizer state, and images of this and later updates
     per_image: int  # of a micro-batch
 
     def of(self, micro_batch: int) -> int:
@@ -75,11 +75,17 @@ def predicted(built: BuiltPhase, model: nn.Module) -> Need | None:
             return None
         activations = placement.recomputation.activations // shape.as_run.micro_batch
     pixels = 3 * side * side
-    images = shape.micro_batch * shape.accumulation
     weights = training_bytes(model, built.options, regime=built.regime, replicas=built.launch.division.replicas)
     # Beside the activations: the input as float32, and the gradient of one layer.
     per_image = shape.joined * (activations + 4 * pixels + max(growth, default=0))
-    return Need(fixed=weights + casts + AHEAD * images * pixels, per_image=per_image)
+    return Need(fixed=weights + casts + _images(built) * pixels, per_image=per_image)
+
+
+def _images(built: BuiltPhase) -> int:
+    """On the device, in updates and in validations between them: delivered, or decoded there and read ahead."""
+    shape, side, reading = built.shape, built.images.training.image_size, built.placement.setup.input
+    ahead = reading.images_on_device(built.images.train, shape=shape, side=side)
+    return AHEAD * shape.micro_batch * shape.accumulation + ahead
 
 
 def _kept(built: BuiltPhase, model: nn.Module) -> tuple[int, list[int]]:
@@ -316,7 +322,7 @@ def _try(built: BuiltPhase, *, messages: bool) -> None:
     device, shape, side = built.site.world.device, built.shape, built.images.training.image_size
     state = built.new_state()
     step = built.step(state)
-    held = [_black(AHEAD * shape.micro_batch * shape.accumulation, side, device)]
+    held = [_black(_images(built), side, device)]
     if device.type == "cuda":
         held += [torch.empty(int(SPARE * capacity(device)), dtype=torch.uint8, device=device)]
     if messages:  # replicas send copies of the gradients

@@ -385,7 +385,9 @@ class StagedModel:
             recomputed = frozenset() if self._mode == "none" else footprint.every
             activations = (flights - 1) * footprint.stored(recomputed) + footprint.peak(recomputed)
             needs.append(weights + activations * micro_batch // shape.micro_batch)
-        needs[0] += self._copies * images * 3 * self.setup.images.training.image_size**2
+        side = self.setup.images.training.image_size
+        ahead = self.setup.input.images_on_device(self.setup.images.train, shape=self.setup.shape, side=side)
+        needs[0] += (self._copies * images + ahead) * 3 * side**2
         return needs
 
     @property

@@ -12,11 +12,13 @@ from falconet.checkpoint import format
 from falconet.config import options
 from falconet.data import input
 from falconet.data.cache import can_keep
+from falconet.data.loader import BatchShape
 from falconet.data.preprocessing import Preprocessing
 from falconet.data.storage import FileSource
 from falconet.infer.classifier import Classifier
 from falconet.infer.predictor import Predictor
 from falconet.numerics.precision import REGIMES
+from falconet.parallel.world import World
 
 LINE = (
     "train --data folder --data-dir photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 2"
@@ -194,6 +196,26 @@ def test_photos_are_read_by_one_thread_per_core_or_three_for_the_device(monkeypa
     monkeypatch.setattr(input.world, "cores", lambda processes=1: 8)
     assert input.workers(options.Data(decode_device=decoded)) == threads
     assert input.workers(options.Data(decode_device=decoded, dataloader_workers=2)) == 2
+
+
+ON_DEVICE = {  # options, the device, bytes free on it, and images that wait on it; an update has 8, of 10 x 10 pixels
+    "decoded on the host": ({"decode_device": "cpu"}, "cuda", 1 << 40, 0),
+    "a run on the CPU": ({"decode_device": "cpu"}, "cpu", 1 << 40, 0),
+    "decoded on the device": ({"decode_device": "cuda"}, "cuda", 1 << 40, 2 * 3 * 8 + 2 * 4),  # two parts per thread
+    "three at once": ({"decode_device": "cuda", "dataloader_rebatch_size": 3}, "cuda", 1 << 40, 2 * 3 * 3 + 2 * 4),
+    "with little memory": ({"decode_device": "cuda"}, "cuda", 4 * 300 * 5, 5 + 2 * 4),
+    "made up": ({"data": "synthetic", "decode_device": "cuda"}, "cuda", 1 << 40, 0),
+}
+
+
+@pytest.mark.parametrize("named", ON_DEVICE)
+def test_images_that_wait_on_the_device_are_known(monkeypatch, named):
+    asked, device, free, images = ON_DEVICE[named]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))
+    photos = FileSource.of(Path(), names=["a"], labels=[0], class_names=("c",))
+    data = options.Data(**{"data": "imagenet", "dataloader_workers": 3, "micro_batch_size": 4} | asked)
+    reading = input.Input(data=data, regime=REGIMES["32.32"], world=World(device=torch.device(device)), note=print)
+    assert reading.images_on_device(photos, shape=BatchShape(micro_batch=4, accumulation=2), side=10) == images
 
 
 @pytest.mark.parametrize(("decoded", "free"), [("cpu", 400), ("cuda", 80)])

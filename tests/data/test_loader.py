@@ -369,6 +369,21 @@ def test_the_buffers_of_an_update_are_bounded_however_many_micro_batches_it_has(
     assert buffers.allocated <= 4  # the one in use, two read ahead, and one started
 
 
+@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize("shape", [(2, 1), (2, 3), (5, 2)])
+@pytest.mark.parametrize("ahead", [1, 7, 1000])
+def test_what_waits_for_the_next_epoch_is_bounded(rows, shape, ahead):
+    source, buffers = array_source(), Buffers()
+    reading = PixelRows(reader(source, "none"), rows=rows)
+    resources = Resources(workers=2, buffers=buffers, ahead=192 * ahead)
+    shape = BatchShape(micro_batch=shape[0], accumulation=shape[1])
+    batches = Loader(reading, labels=source.labels, shape=shape, seed=6, resources=resources)
+    delivered = sum(map(len, batches.updates(0, until=9)))
+    waiting = shape.micro_batch * (buffers.allocated - delivered)
+    assert 0 < waiting <= resources.images_held(reading, shape)
+    batches.close()
+
+
 @pytest.mark.parametrize(("ahead", "images"), [(1 << 30, 100), (192 * 10, 10), (192 * 10 - 1, 9), (1, 1)])
 def test_as_many_images_are_read_ahead_as_the_memory_holds(ahead, images):
     pixels = reader(array_source(), "none")

@@ -17,6 +17,7 @@ from falconet.config.commands import TrainOptions
 from falconet.config.load import load
 from falconet.data import buffers, dataset, loader
 from falconet.data.buffers import Batch
+from falconet.data.input import Input
 from falconet.errors import memory_shortage
 from falconet.infer.predictor import Predictor
 from falconet.models import fusion, zoo
@@ -319,6 +320,17 @@ def test_weights_gradients_and_state_are_predicted_exactly():
     phase = built(f"{TINY} --optimizer adamw --ema-half-life 1")
     weights = sum(p.numel() for p in phase.model.parameters())
     assert memory.predicted(phase, phase.model).fixed == 5 * 4 * weights + 2 * 8 * 3 * 16 * 16
+
+
+def test_images_that_wait_on_the_device_are_counted_in_updates_and_validations(monkeypatch):
+    phase, held = built(TINY), []
+    without = memory.predicted(phase, phase.model).fixed
+    monkeypatch.setattr(Input, "images_on_device", lambda *_, **__: 5)
+    assert memory.predicted(phase, phase.model).fixed == without + 5 * 3 * 16 * 16
+    black = memory._black
+    monkeypatch.setattr(memory, "_black", lambda images, *rest: held.append(black(images, *rest)) or held[-1])
+    memory._try(phase, messages=False)
+    assert len(held[0]) == 2 * 8 + 5
 
 
 def test_weights_cast_by_autocast_are_counted_once_not_per_image():
