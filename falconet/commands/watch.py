@@ -87,7 +87,8 @@ def _draw(folder: Path, console: Lines) -> int:
                 followed = what_is_there(folder) if isinstance(followed, str) else followed
                 frame = _frame(followed, folder, console, rows=console.height - 2)
                 live.update(Group(*frame, Text(), Text(FOOT[: console.width], style="dim")), refresh=True)
-                if isinstance(followed, FollowedRun) and followed.look().state == "done":
+                # Of what is shown: a run that has ended since is shown once more, as it ended.
+                if isinstance(followed, FollowedRun) and followed.run is not None and followed.run.state == "done":
                     break
                 typed = keys.pressed(_pause(began))
                 if "q" in typed.lower():

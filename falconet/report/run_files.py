@@ -162,14 +162,15 @@ def is_run(files: ForeignFolder) -> bool:
 
 def read_progress(files: ForeignFolder) -> RunFiles:
     """What changes as a run goes, without pictures and answers."""
+    locked = files.is_locked()  # first: what a run writes as it ends is there before it lets go of the lock
     moments, summary, mark = _moments(files), files.json(SUMMARY), files.mark(METRICS)
     written = mark[2] / 1e9 if mark else None
     ending = files.json(ENDED)
-    if not moments and files.has(METRICS) and not ending and files.is_locked() is False:  # else there may be none yet
+    if not moments and files.has(METRICS) and not ending and locked is False:  # else there may be none yet
         files.note(f"{METRICS}: has no log points")
     return RunFiles(
         name=printable(files.folder.resolve().name),
-        state=_state(files, summary, moments, written=written),
+        state=_state(summary, moments, locked=locked, written=written),
         options=_options(files),
         plan=files.text(PLAN).splitlines()[:1000],
         moments=moments,
@@ -283,9 +284,8 @@ def _memory(files: ForeignFolder) -> list[MemoryPoint]:
 
 
 def _state(
-    files: ForeignFolder, summary: Mapping[str, Any], moments: Sequence[Moment], *, written: float | None
+    summary: Mapping[str, Any], moments: Sequence[Moment], *, locked: bool | None, written: float | None
 ) -> State:
-    locked = files.is_locked()
     if locked:
         return "going"
     last = max((moment.update for moment in moments), default=0)
