@@ -334,6 +334,7 @@ async def answering(
     async def drain() -> int:
         # Refuses calls from now on; the longer time is for those that finish as the drain ends.
         stopping = asyncio.ensure_future(server.stop(drain_seconds + SPARE_SECONDS))
+        await asyncio.sleep(0)  # let it begin: where the server says that it is not ready, calls are refused already
         cut = await service.drained(drain_seconds)
         if cut:
             await server.stop(0)
