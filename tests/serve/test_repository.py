@@ -302,12 +302,12 @@ def test_a_watched_model_is_swapped_and_what_cannot_be_opened_is_said_once():
         birds.version = 2
         while await answered(found) != 2:
             await asyncio.sleep(0.001)
-        birds.version, birds.error = 3, "torn"
+        birds.error, birds.version = "torn", 3  # in this order: a thread opens them once the version changes
         while len(said) < 2:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         assert await answered(found) == 2
-        birds.version, birds.error = 4, None
+        birds.error, birds.version = None, 4
         while await answered(found) != 4:
             await asyncio.sleep(0.001)
         watching.cancel()
@@ -368,8 +368,13 @@ def test_clients_may_not_change_models_otherwise():
         assert ask("POST", "/v2/repository/index")[1][0]["state"] == "READY"
 
 
+def lanes():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("lane")}
+
+
 def test_no_request_is_lost_while_models_are_swapped():
     birds, answers, wrong, done = Weights("birds", 1), [], [], threading.Event()
+    before = lanes()  # of other tests' models
     found = repository(birds)
     with answering(found, may_load=True) as ask:
 
@@ -387,15 +392,15 @@ def test_no_request_is_lost_while_models_are_swapped():
             each.start()
         for version in range(2, 12):
             birds.version = version
-            before = len(answers)
+            seen = len(answers)
             assert ask("POST", "/v2/repository/models/birds/load") == (200, {})
-            until(lambda before=before: len(answers) > before + 4)
+            until(lambda seen=seen: len(answers) > seen + 4)
         done.set()
         for each in clients:
             each.join(LIMIT)
     assert birds.opened == 11
     assert wrong == []
-    until(lambda: not [each for each in threading.enumerate() if each.name.startswith("lane")])
+    until(lambda: not lanes() - before)
 
 
 def test_a_folder_of_models_that_is_gone_is_the_servers_fault():

@@ -518,6 +518,8 @@ def test_traces_are_sent_to_the_collector_that_the_environment_names(monkeypatch
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=birds")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "bird-photos")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", str(1000 * LIMIT))  # all of them on exit
+    monkeypatch.setattr(tracing, "FLUSH_SECONDS", LIMIT)
     said = []
     with (
         telemetry.from_options(Options(opentelemetry=True), Metrics(), said.append) as following,
@@ -525,7 +527,7 @@ def test_traces_are_sent_to_the_collector_that_the_environment_names(monkeypatch
     ):
         found.request(*binary(pixels(1)))
     assert said == []
-    ((path, headers, sent),) = collector.received  # all of them on exit
+    ((path, headers, sent),) = collector.received
     assert (path, headers["x-team"]) == ("/v1/traces", "birds")
     (resource,) = sent.resource_spans
     values = {each.key: each.value.string_value for each in resource.resource.attributes}
