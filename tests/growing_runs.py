@@ -4,6 +4,8 @@ import contextlib
 import fcntl
 import json
 import os
+import tempfile
+from pathlib import Path
 
 import report_runs
 
@@ -17,15 +19,22 @@ class GrowingRun:
     """`held` is the lock that a going run has on its folder."""
 
     def __init__(self, folder):
+        """The folder comes into being as a whole, held: another process may be watching."""
         self.folder, self.epoch = folder, 0
-        report_runs.write_run(folder, epochs=1)
-        for name in ("summary.json", "metrics.jsonl", "updates.jsonl"):
-            (folder / name).unlink()
-        (folder / "plan.txt").write_text(PLAN)
-        self._handle = None
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as beside:
+            whole = report_runs.write_run(Path(beside, "run"), epochs=1)
+            for name in ("summary.json", "metrics.jsonl", "updates.jsonl"):
+                (whole / name).unlink()
+            (whole / "plan.txt").write_text(PLAN)
+            self._hold(whole)
+            whole.rename(folder)
 
     def hold(self):
-        self._handle = os.open(self.folder, os.O_RDONLY)
+        self._hold(self.folder)
+
+    def _hold(self, folder):
+        self._handle = os.open(folder, os.O_RDONLY)
         fcntl.flock(self._handle, fcntl.LOCK_EX)
 
     def release(self):
@@ -56,7 +65,6 @@ class GrowingRun:
 @contextlib.contextmanager
 def growing(folder, epochs=0):
     run = GrowingRun(folder)
-    run.hold()
     if epochs:
         run.grow(epochs)
     try:

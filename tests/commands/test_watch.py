@@ -87,6 +87,16 @@ class Shell(Terminal):
         shell = f"exec {command} <>{os.ttyname(self.theirs)} >&0 2>&0"
         return ["sh", "-c", shell]
 
+    def wait_for_prompt(self):
+        """Until the dashboard has left its own screen, and what it showed last is followed by the shell's prompt."""
+
+        def has_come():
+            self.read()
+            _, left, after = self.text.rpartition("\x1b[?1049l")
+            return left and "under way" in after and CODES.sub("", after).endswith("$ ")
+
+        wait_for(has_come, f"a prompt in {self.text[-2000:]!r}")
+
 
 @pytest.fixture
 def terminal(tmp_path):
@@ -199,7 +209,7 @@ def test_ctrl_z_gives_the_terminal_back_and_fg_shows_the_dashboard_again(termina
         shell.wait("epoch 3 of 20")
         assert "\x1b[?1049h" in shell.text
         shell.press("q")
-        shell.wait("under way")
+        shell.wait_for_prompt()  # until which the dashboard would take what is typed
         shell.press("exit $?\n")
         assert shell.end()[0] == 0
     assert "Traceback" not in shell.text
@@ -218,7 +228,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for_and_one_that_stopped_may_be_r
         run.hold()
         run.grow()
         screen.wait("epoch 3 of 20")
-        shutil.rmtree(run.folder)
+        run.folder.rename(tmp_path / "elsewhere")  # all of it at once
         code, left, is_clean = screen.end()
     assert (code, is_clean) == (2, True)
     assert "epoch 3 of 20" in left
