@@ -6,6 +6,7 @@ import threading
 from aiohttp import web
 
 from falconet.serve import site
+from gloo import free_port
 from served import LIMIT
 
 CLASSES = ("robin", "wren", "kestrel", "barn owl", "goldfinch", "kingfisher", "blackbird")
@@ -67,7 +68,7 @@ class Pretended:
         parameters = {"class_names": CLASSES, "preprocessing": {"image_size": 224}}
         return web.json_response({"name": "birds", "versions": ["7"], "parameters": parameters})
 
-    def start(self, port=0):
+    def start(self, port):
         self._run(self._start(port))
 
     def stop(self):
@@ -83,7 +84,7 @@ class Pretended:
     def __enter__(self):
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.start()
+        self.start(free_port())  # so that it is free for a second start, too
         return self
 
     def __exit__(self, *_):

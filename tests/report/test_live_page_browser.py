@@ -9,6 +9,7 @@ from playwright.sync_api import expect
 
 from falconet.report import live_server
 from falconet.report.live_site import Site
+from gloo import free_port
 from growing_runs import growing
 from report_runs import answers, write_run
 from runs import wait_for
@@ -120,7 +121,7 @@ def test_the_matrix_keeps_its_enlarged_part_when_a_better_validation_comes(tmp_p
 
 def test_a_server_that_ends_is_said_and_one_that_comes_back_is_followed(tmp_path, serve, visit):
     with growing(tmp_path / "run", 2) as run:
-        server = serve(run.folder)
+        server = serve(run.folder, free_port())  # which nothing else takes while there is no server
         page = visit(server)
         server.end()()
         expect(page.locator("#live")).to_contain_text("is lost")
