@@ -45,7 +45,7 @@ def test_bench_serve_prints_its_lines_writes_its_file_and_checks_answers(falcone
     content = json.loads(Path("o.json").read_text())
     assert len(content["latency_seconds"]) == 2 * (8 - 2)
     assert content["images_per_batch"] % 3 == 0
-    assert children(os.getpid()) == before
+    assert not set(children(os.getpid())) - set(before)
 
 
 def test_running_server_is_measured_and_wrong_answers_are_reported(falconet):
@@ -84,7 +84,7 @@ def test_falconets_and_tritons_server_are_compared_in_one_run(falconet):
     content = json.loads(Path("o.json").read_text())
     assert [len(content["turns"][name]) for name in ("falconet", "triton")] == [5, 5]
     assert len(content["ratios"]) == 5
-    assert children(os.getpid()) == before
+    assert not set(children(os.getpid())) - set(before)
 
 
 @pytest.mark.skipif(
@@ -143,7 +143,10 @@ def test_mistake_is_one_line(falconet, line, message):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_interruption_leaves_no_process(tmp_path, number):
-    argv = [sys.executable, "-m", "falconet", *SMALL.split(), "--iterations", "1000", "--clients", "2"]
+    slow = (
+        "--iterations 1000 --clients 2 --max-batch 64 --max-delay 1000"  # a second for each: it does not end by itself
+    )
+    argv = [sys.executable, "-m", "falconet", *SMALL.split(), *slow.split()]
     process = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 300
     started = []

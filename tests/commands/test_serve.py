@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import time
+import urllib.request
 
 import grpc
 import numpy as np
@@ -26,8 +27,9 @@ from falconet.infer.predictor import open_served
 from falconet.serve.interface import descriptors
 from falconet.serve.protocol import HEADER
 from falconet.train.saved_model import open_checkpoint
+from gloo import free_port
 from grpc_requests import request
-from served import LIMIT, answers, binary, connected, infer, received, served
+from served import LIMIT, answers, binary, connected, infer, received, served, until
 from tiny import TINY
 
 SMALL = (
@@ -94,12 +96,11 @@ def test_requests_that_outlast_the_drain_timeout_are_cut_with_one_line():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_signal_stops_the_server_after_calls_in_progress(number, code):
-    with served(f"{SMALL} --max-delay 2000") as (process, _, lines):
+    with served(f"{SMALL} --max-delay 2000") as (process, port, lines):
         with grpc.insecure_channel(grpc_address(lines)) as channel:
             infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
             call = infer.future(request().SerializeToString(), timeout=LIMIT)
-            statistics_of(channel)  # sent later and answered: so the request has arrived
-            time.sleep(0.5)
+            until(lambda: waiting(port) == 1 or call.done())
             os.kill(process.pid, number)
             answer = published.ModelInferResponse.FromString(call.result(LIMIT))
             assert list(answer.outputs[0].shape) == [1, 5]
@@ -108,17 +109,18 @@ def test_signal_stops_the_server_after_calls_in_progress(number, code):
         assert process.stderr.read() == ""
 
 
-def statistics_of(channel):
-    return channel.unary_unary("/inference.GRPCInferenceService/ModelStatistics")(b"", timeout=LIMIT)
+def waiting(port):
+    """Images in the queue of the server's model."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT) as answer:
+        return float(re.search(r"^falconet_queue_images\{.*\} (\S+)$", answer.read().decode(), re.M)[1])
 
 
 def test_calls_that_outlast_the_drain_timeout_are_cut_with_one_line():
-    with served(f"{SMALL} --drain-timeout 0.5 --max-delay 100000") as (process, _, lines):
+    with served(f"{SMALL} --drain-timeout 0.5 --max-delay 100000") as (process, port, lines):
         with grpc.insecure_channel(grpc_address(lines)) as channel:
             infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
             call = infer.future(request().SerializeToString(), timeout=LIMIT)
-            statistics_of(channel)  # sent later and answered: so the request has arrived
-            time.sleep(0.5)
+            until(lambda: waiting(port) == 1)
             os.kill(process.pid, signal.SIGTERM)
             with pytest.raises(grpc.RpcError):
                 call.result(LIMIT)
@@ -133,14 +135,16 @@ def test_calls_that_outlast_the_drain_timeout_are_cut_with_one_line():
 def test_grpc_is_turned_off_or_left_out_where_its_port_is_taken():
     with served(f"{SMALL} --grpc-port none") as (_, port, lines):
         assert lines[-2].startswith(f"serving resnet8-cifar at http://127.0.0.1:{port}: ")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        after = taken.getsockname()[1]
-        with served(f"{SMALL.replace('--port 0', '')} --port {after - 1}") as (_, port, lines):
-            assert port == after - 1
-            assert lines[0].startswith(
-                f"serving over HTTP only, without gRPC: cannot listen on '127.0.0.1': port {after} is in use"
-            )
-            assert lines[-2].startswith(f"serving resnet8-cifar at http://127.0.0.1:{port}: ")
+    after = free_port() + 1  # two beside each other that nothing else takes while the server starts
+    with (
+        socket.create_server(("127.0.0.1", after)),
+        served(f"{SMALL.replace('--port 0', '')} --port {after - 1}") as (_, port, lines),
+    ):
+        assert port == after - 1
+        assert lines[0].startswith(
+            f"serving over HTTP only, without gRPC: cannot listen on '127.0.0.1': port {after} is in use"
+        )
+        assert lines[-2].startswith(f"serving resnet8-cifar at http://127.0.0.1:{port}: ")
 
 
 @pytest.mark.parametrize("missing", ["grpc", "google.protobuf", "the interface"])

@@ -241,14 +241,14 @@ def test_a_computation_that_hangs_ends_requests_by_their_deadline_and_does_not_h
         return start([sys.executable, str(tmp_path / "hanging.py"), *argv[3:]], **options)
 
     monkeypatch.setattr(subprocess, "Popen", hanging)
-    how = f"--model resnet8-cifar --image-size {SIDE} --classes 5 --request-timeout 1 {TORCH}"
+    how = f"--model resnet8-cifar --image-size {SIDE} --classes 5 --request-timeout 3 {TORCH}"
     with served(how) as (process, port, _):
         assert len(scores(port, "resnet8-cifar")[1]) == 5
         tensor = {"name": "input_0", "shape": [1, 3, SIDE, SIDE], "datatype": "UINT8", "data": [255] * 3 * SIDE**2}
         body = json.dumps({"inputs": [tensor]})
         for _ in range(2):  # the second waits for the lane
             status, content = ask(port, "POST", "/v2/models/resnet8-cifar/infer", body)
-            assert (status, content["error"].startswith("not computed within 1")) == (504, True)
+            assert (status, content["error"].partition(" within ")[0]) == (504, "not computed")
         assert ask(port, "GET", "/v2/health/live")[0] == 200
         process.terminate()
         assert process.wait(LIMIT) == 0
@@ -281,7 +281,7 @@ def test_a_stop_during_a_conversion_does_not_wait_for_it(falconet, tmp_path):
         assert isinstance(loading.exception(LIMIT), ConnectionError | http.client.HTTPException)
         assert [line for line in said.end() if "torch computes" in line] == []
         assert process.stderr.read() == ""
-    assert exports() == []
+    until(lambda: not exports())
     assert list((cache / "engines").iterdir()) == []
 
 
@@ -295,7 +295,7 @@ def test_a_stop_during_the_first_conversion_leaves_no_process(falconet, tmp_path
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT) == 130
         assert "Traceback" not in process.stderr.read()
-    assert exports() == []
+    until(lambda: not exports())
 
 
 def test_a_client_that_leaves_while_a_model_is_loaded_does_not_end_the_loading(falconet):
@@ -352,6 +352,7 @@ def test_a_full_disk_of_the_access_log_does_not_stop_answers(tmp_path):
     with full_disk(log.parent, 4096), served(how) as (process, port, _):
         for number in range(100):  # of about 200 bytes each
             assert len(scores(port, "resnet8-cifar", seed=number)[1]) == 5
+        until(lambda: "\n" in log.read_text())  # a thread writes it
         whole = log.read_text().rpartition("\n")[0]  # the rest of the last line follows when there is room
         written = [json.loads(line) for line in whole.splitlines()]
         assert 1 <= len(written) < 100
