@@ -6,6 +6,7 @@ import json
 import re
 import urllib.error
 import urllib.request
+from datetime import datetime, timedelta
 from typing import NamedTuple
 
 import numpy as np
@@ -208,6 +209,12 @@ def test_several_photos_are_sent_three_at_a_time_and_shown_in_their_order(visit,
     expect(page.get_by_role("status")).to_have_text("8 photos done.")
 
 
+def stop_the_clock(page):
+    """What the page shows for a while stays, until a test lets time pass."""
+    page.clock.install()
+    page.clock.pause_at(datetime.now() + timedelta(days=1))
+
+
 def test_an_overloaded_server_is_asked_again_after_the_time_it_names(visit, pretended):
     def answer(_):
         if len(pretended.asked) > 1:
@@ -216,8 +223,11 @@ def test_an_overloaded_server_is_asked_again_after_the_time_it_names(visit, pret
 
     pretended.answer = answer
     page = visit(pretended)
+    stop_the_clock(page)
     send(page, photo())
     expect(card(page, "a.png").locator(".state")).to_have_text("The server is busy. Trying again in 1 second.")
+    assert len(pretended.asked) == 1
+    page.clock.run_for(1000)
     assert shown(card(page, "a.png"))[0][0] == "robin"
     assert len(pretended.asked) == 2
 
@@ -379,6 +389,7 @@ def test_results_are_copied_as_json_and_downloaded_as_csv(visit, pretended):
     assert (good["path"], good["label"], float(good["probability_5"])) == ("'=1+1.png", 'robin, "red"', SHARES[4])
     assert (good["model"], good["version"], good["server_ms"], good["error"]) == ("birds", "7", "12.5", "")
     assert (bad["path"], bad["label"], bad["error"]) == ("b.txt", "", "not an image")
+    stop_the_clock(page)
     for button in (page.locator(".bar"), card(page, "=1+1.png")):
         button.get_by_role("button", name="Copy JSON").click()
         expect(button.get_by_role("button", name="Copied")).to_be_visible()
