@@ -110,30 +110,35 @@ def left_behind():
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     flags = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.get_num_threads()
     rest = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), sys.unraisablehook, dict(os.environ)
-    return handlers, flags, torch.get_rng_state().tolist(), rest, [thread.name for thread in threading.enumerate()]
+    return handlers, flags, torch.get_rng_state().tolist(), rest
+
+
+def new_threads(before):
+    """Names; threads of other tests may end meanwhile."""
+    return [thread.name for thread in threading.enumerate() if thread not in before]
 
 
 def test_nothing_is_left_behind(photos):
     fn.load("r")  # rich and torch start what they keep
     torch.set_num_threads(2)
-    before = left_behind()
+    before, threads = left_behind(), threading.enumerate()
     run = fn.train(**TINY)
     model = fn.load(run)
     model.predict([np.zeros((9, 9), np.uint8)])
     fn.load("r").predict(["photos/val"])
     fn.evaluate(run)
-    assert left_behind() == before
+    assert (left_behind(), new_threads(threads)) == (before, [])
     assert not torch.distributed.is_initialized()
 
 
 def test_an_interruption_saves_and_leaves_python_usable(monkeypatch, capfd):
-    before = left_behind()
+    before, threads = left_behind(), threading.enumerate()
     with monkeypatch.context() as patched:
         stop_at(patched, 5, act=lambda: bool(os.kill(os.getpid(), signal.SIGINT)))
         with pytest.raises(KeyboardInterrupt):
             fn.train(**TINY, run_dir="r")
     assert "to continue: falconet restore " in capfd.readouterr().out
-    assert left_behind() == before
+    assert (left_behind(), new_threads(threads)) == (before, [])
     stopped = fn.Run("r")
     assert stopped.metrics[0]["epoch"] == 1
     whole = fn.train(**TINY, run_dir="whole")

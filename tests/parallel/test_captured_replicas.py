@@ -14,6 +14,7 @@ from falconet.parallel import collectives
 from falconet.parallel.collectives import _ReplayWatch
 from pretended_graphs import captured
 from replica_scenarios import Case
+from runs import wait_for
 
 CASES = [
     Case(accumulation=2),
@@ -73,7 +74,7 @@ def watch(monkeypatch):
 
 
 def watching():
-    return [thread for thread in threading.enumerate() if thread.name == "replays"]
+    return {thread for thread in threading.enumerate() if thread.name == "replays"}
 
 
 def test_a_replay_that_never_ends_ends_the_process_with_a_line(watch, monkeypatch, capfd):
@@ -81,23 +82,20 @@ def test_a_replay_that_never_ends_ends_the_process_with_a_line(watch, monkeypatc
     monkeypatch.setattr(Event, "ended", False)
     replayed = make()
     replayed()
-    deadline = time.monotonic() + 20
-    while not codes and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: codes, "the end of the process")
     assert codes == [1]
     assert capfd.readouterr().err == "rank 0: timed out after 0.2 s\n"
 
 
 def test_replays_that_end_are_no_time_out_and_the_watch_ends_with_its_step(watch, monkeypatch):
     make, codes = watch
+    before = watching()  # of other tests
     monkeypatch.setattr(Event, "ended", True)
     replayed = make()
     deadline = time.monotonic() + 0.6
     while time.monotonic() < deadline:
         replayed()
         time.sleep(0.02)
-    assert (codes, len(watching())) == ([], 1)
+    assert (codes, len(watching() - before)) == ([], 1)
     del replayed
-    for thread in watching():
-        thread.join(20)
-    assert watching() == []
+    wait_for(lambda: not watching() - before, "the end of the watch")

@@ -1,5 +1,6 @@
 """`falconet train --replicas 2` as a person runs it: workers that start, die, hang and stop together."""
 
+import io
 import json
 import os
 import random
@@ -296,14 +297,22 @@ def test_a_port_in_use_is_reported_in_one_line(first):
 
 @pytest.mark.parametrize("wait", [meet, join])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_wait_for_another_worker_is_reported_and_ends_with_ctrl_c(first, monkeypatch, capsys, wait, rank):
+def test_a_wait_for_another_worker_is_reported_and_ends_with_ctrl_c(first, monkeypatch, wait, rank):
     monkeypatch.setattr(meeting, "QUIET", 0.2)
-    ctrl_c = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
-    ctrl_c.start()
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+
+    def press_ctrl_c():
+        wait_for(said.getvalue, "the report")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press_ctrl_c)
+    pressing.start()
     with pytest.raises(KeyboardInterrupt):
         wait(replace(first, rank=rank))
+    pressing.join()
     refused = " (Connection refused)" if rank else ""
-    assert capsys.readouterr().err == (
+    assert said.getvalue() == (
         f"waiting for worker {1 - rank} of 2 at 127.0.0.1:{first.port}{refused}; to run on this host alone, unset"
         " TF_CONFIG\n"
     )
