@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import resource
-import time
 import zipfile
 
 import pytest
@@ -308,11 +307,10 @@ def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path):
 
     path.write_bytes(rewritten(many, grown, zipfile.ZIP_DEFLATED))
     assert path.stat().st_size < 1_000_000
-    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match=r"bytes unpack to 200,\d+,\d+; expected at most 4 times as many$"):
         read_weights(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
-    assert time.monotonic() - begun < 5
 
 
 def test_an_endless_list_of_contents_is_refused(tmp_path):
@@ -451,13 +449,12 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_namespace_that_does_more_than_hold_names_is_refused(tmp_path, case):
-    path, trap, start = tmp_path / "w.pt", tmp_path / "trap", time.monotonic()
+    path, trap = tmp_path / "w.pt", tmp_path / "trap"
     path.write_bytes(HOSTILE[case](trap))
     with pytest.raises(CheckpointError, match=f"refused: it would import|{TORN}") as caught:
         read_file(path)
     assert "\n" not in str(caught.value)
     assert not trap.exists()
-    assert time.monotonic() - start < 20
 
 
 @pytest.mark.slow

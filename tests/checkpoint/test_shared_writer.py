@@ -272,7 +272,7 @@ for attempt in range(80):
             worker(rank, attempt, len(found))
             os._exit(0)
         children.append(child)
-    time.sleep(random.uniform(0.05, 0.4))
+    time.sleep(random.uniform(0.05, 0.4 + attempt / 40))
     for child in random.sample(children, SIZE):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

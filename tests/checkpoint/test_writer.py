@@ -161,7 +161,7 @@ with Writer() as writer:
     writer.wait()
     began = time.perf_counter()
     save(writer, 1)
-usual = time.perf_counter() - began
+usual = min(time.perf_counter() - began, 0.1)  # seconds; on a busy machine this one may take far longer than others
 random.seed(0)
 newest = 1
 for attempt in range(300):

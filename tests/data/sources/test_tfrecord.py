@@ -1,7 +1,6 @@
 """TFRecords written by tensorboard's writer and protobuf itself."""
 
 import struct
-import time
 import tracemalloc
 
 import numpy as np
@@ -293,15 +292,13 @@ CROWDED = {
 
 
 @pytest.mark.parametrize("crowd", CROWDED.values(), ids=CROWDED)
-def test_a_record_of_millions_of_fields_takes_little_memory_and_time(records, crowd):
+def test_a_record_of_millions_of_fields_takes_little_memory(records, crowd):
     path = records / "train-00001-of-00003"
     layouts.write_records(path, [layouts.example(b"x", 1) + crowd])
     tracemalloc.start()
     try:
-        begun = time.monotonic()
         with pytest.raises(DataError, match=r"cannot be used: (more than 100,000 fields|2 images and 1 labels)"):
             layout.load_photos(records)
         assert tracemalloc.get_traced_memory()[1] < 20_000_000
-        assert time.monotonic() - begun < 20
     finally:
         tracemalloc.stop()
