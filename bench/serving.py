@@ -42,6 +42,7 @@ from falconet.config.load import load_options, read_line
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from falconet.infer.engines import open_engine
 from falconet.infer.predictor import Execute, Lanes, Pixels, Scores, open_served
+from falconet.parallel.host import keep_freed_memory
 from falconet.serve import app, connections
 from falconet.serve.batching import Policy
 from falconet.serve.bodies import Memory
@@ -54,6 +55,7 @@ LOADS = (("SYNC", 1), ("ASYNC", 1), ("SYNC", 8), ("ASYNC", 8))
 
 def serve_nothing(args: argparse.Namespace) -> None:
     """The server with a lane that responds immediately."""
+    keep_freed_memory(os.environ)  # as `falconet serve` does
 
     def lane(portions: Sequence[Pixels]) -> list[Scores]:
         return [np.zeros((len(portion), 1000), dtype=np.float16) for portion in portions]

@@ -174,8 +174,12 @@ class Running:
         await asyncio.sleep(0.01)  # let the last connections close
         await asyncio.get_running_loop().shutdown_default_executor()
 
+    def call(self, do):
+        """Do something in the server's thread."""
+        self._loop.call_soon_threadsafe(do)
+
     def ask_to_stop(self):
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self.call(self._stop.set)
 
     def close(self):
         self.ask_to_stop()

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import importlib.util
 import logging
+import os
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ from falconet.data.encoded import PhotoDecoder
 from falconet.errors import ConfigError
 from falconet.exits import INTERRUPTED
 from falconet.infer.conversion import end_exports
+from falconet.parallel.host import keep_freed_memory
 from falconet.report.console import Say, Screen, counted
 from falconet.serve import access, connections, telemetry, tls  # the command line has checked aiohttp
 from falconet.serve.access import Access, is_loopback
@@ -42,6 +44,7 @@ LAST_SECONDS = 1.0  # for what is computed after the last answer
 
 def run(loaded: Loaded[ServeOptions]) -> int:
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it would log what is wrong with a client's photo
+    keep_freed_memory(os.environ)  # on a GPU, too: the memory of request bodies
     screen, options, before = Screen(), loaded.options, set(threading.enumerate())
     serving, may_load = options.serving, options.models.repository is not None
     address = connections.Address(host=serving.host, port=value_or(serving.port, PORT))

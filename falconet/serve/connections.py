@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from aiohttp import hdrs, web
-from aiohttp.http import HttpVersion11, RawRequestMessage
+from aiohttp.http import HttpRequestParser, HttpVersion11, RawRequestMessage
 from aiohttp.http_exceptions import LineTooLong
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from falconet import exits
 from falconet.errors import ConfigError, memory_shortage, printable
 from falconet.exits import DONE, INTERRUPTED
-from falconet.serve.bodies import IS_EXPECTED
+from falconet.serve.bodies import IS_EXPECTED, WIRE
 from falconet.serve.records import CURRENT
 from falconet.serve.refusals import ComputingError, RefusedError
 from falconet.serve.telemetry import ID, Telemetry
@@ -104,6 +104,7 @@ class Connection(web.RequestHandler):
             auto_decompress=False,
         )
         self.is_draining = False
+        self._is_torn = False  # whether a body was not received to its end, so that no request can follow
         self._telemetry = telemetry
         self._made, self._request_factory = self._request_factory, self._request
         self._clock = loop
@@ -138,12 +139,33 @@ class Connection(web.RequestHandler):
         """
         assert self._made is not None
         expected = message.headers.get(hdrs.EXPECT, "").lower() == "100-continue" and message.version == HttpVersion11
-        if not expected:
-            return self._made(message, *others)
-        fields = [(name, value) for name, value in message.headers.items() if name.lower() != "expect"]
-        request = self._made(message._replace(headers=CIMultiDictProxy(CIMultiDict(fields))), *others)
-        request[IS_EXPECTED] = True
+        if expected:
+            fields = [(name, value) for name, value in message.headers.items() if name.lower() != "expect"]
+            message = message._replace(headers=CIMultiDictProxy(CIMultiDict(fields)))
+        request = self._made(message, *others)
+        if expected:
+            request[IS_EXPECTED] = True
+        if self.ssl_context is None and not message.chunked:
+            request[WIRE] = self
         return request
+
+    def step_aside(self) -> None:
+        self._is_torn = True
+
+    def step_back(self) -> None:
+        """The parser still waits for what it has not seen: another one takes its place."""
+        self._is_torn = False
+        self._parser = HttpRequestParser(
+            self,
+            self._clock,
+            READ_AHEAD,
+            max_line_size=self.max_line_size,
+            max_field_size=self.max_field_size,
+            max_headers=self.max_headers,
+            payload_exception=web.RequestPayloadError,
+            auto_decompress=False,
+            max_msg_queue_size=self._max_msg_queue_size,
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -199,7 +221,8 @@ class Connection(web.RequestHandler):
             )
             resp.headers[ID] = record.id
         resp.headers[hdrs.SERVER] = SOFTWARE  # else aiohttp's version and Python's
-        if self.is_draining and not self._messages:  # requests that were sent without waiting for this answer
+        # Draining, requests that were sent without waiting for this answer are still answered.
+        if self._is_torn or (self.is_draining and not self._messages):
             resp.force_close()
         return await super().finish_response(request, resp, start_time)
 
