@@ -342,8 +342,11 @@ def test_one_launcher_is_built_ahead_for_each_signature(described):
 
 
 @pytest.mark.run
-def test_the_next_process_finds_them_on_disk():
+def test_the_next_process_finds_them_on_disk(monkeypatch):
+    begun, submit = [], compilation._Pool.submit
+    monkeypatch.setattr(compilation._Pool, "submit", lambda *given: begun.append(submit(*given)) or begun[-1])
     compile_ahead()
+    assert [future.exception() for future in begun] == [None] * KERNELS
     forget()
     with counted() as made:
         compile_ahead()
