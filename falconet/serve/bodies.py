@@ -205,6 +205,7 @@ class InPlace(asyncio.BufferedProtocol):
             await self._done
         finally:
             self._leave()
+            del self._done  # its error has a frame with this object: as a cycle, they would keep the body's memory
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         return self._room

@@ -1,8 +1,10 @@
 """Long bodies: the system writes them to their place, and the connection goes on as if aiohttp had received them."""
 
+import gc
 import hashlib
 import socket
 import threading
+import weakref
 from operator import itemgetter
 
 import numpy as np
@@ -158,3 +160,20 @@ def test_a_body_for_which_there_is_no_memory_is_refused_and_ends_the_connection(
         assert content["error"] == "out of memory for request bodies; try again later"
         assert found.memory._free == found.memory._most
         assert found.request(None, method="GET", path="/v2/health/live")[0] == 200
+
+
+def test_a_refused_body_frees_its_memory_at_once(in_place):
+    """It no longer counts: until the garbage collector finds it, others would take as much again."""
+    head, body = photo(0)
+    gc.disable()
+    try:
+        with running(memory=bodies.STEP) as found, connected(found.port) as connection:
+            connection.sendall(head + body[:1000])
+            until(lambda: len(in_place) == 1)
+            (kept,) = map(weakref.ref, found.memory._arriving)
+            connection.sendall(body[1000:])
+            ((status, _, _),) = answers(received(connection))
+        assert status == 429
+        assert kept() is None
+    finally:
+        gc.enable()
