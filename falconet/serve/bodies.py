@@ -217,7 +217,7 @@ class InPlace(asyncio.BufferedProtocol):
             return
         try:
             self._room = self._body.room()
-        except RefusedError as error:
+        except (RefusedError, MemoryError) as error:  # asyncio would end the connection, and its client not know why
             self._leave()
             self._done.set_exception(error)
             return

@@ -177,3 +177,23 @@ def test_a_refused_body_frees_its_memory_at_once(in_place):
         assert kept() is None
     finally:
         gc.enable()
+
+
+def test_a_body_for_which_the_system_has_no_memory_is_a_failure_of_the_server(monkeypatch, caplog, in_place):
+    def fail(body):
+        raise MemoryError("of the system")
+
+    records = []
+    head, body = photo(0)
+    with running(telemetry=Telemetry(Metrics(), [records.append])) as found, connected(found.port) as connection:
+        connection.sendall(head + body[:1000])
+        until(lambda: len(in_place) == 1)
+        monkeypatch.setattr(bodies.Body, "room", fail)
+        connection.sendall(body[1000:])
+        ((status, headers, content),) = answers(received(connection))
+        assert (status, headers["connection"]) == (500, "close")
+        assert content["error"] == "internal error, which the server has logged"
+        assert found.memory._free == found.memory._most
+    assert [record.name for record in caplog.records] == ["falconet.serve"]
+    assert "of the system" in caplog.text
+    assert [record.status for record in records] == ["500"]
