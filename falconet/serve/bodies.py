@@ -143,7 +143,7 @@ class Body:
         """Be received no longer; returns the bytes that are free again."""
         self.has_given_way = True
         freed, self.counted = self.counted, 0
-        if self._limit is not None:
+        if self._limit is not None and not self._limit.expired():  # in this turn of the loop
             self._limit.reschedule(0)
         return freed
 

@@ -242,6 +242,22 @@ def test_a_body_that_goes_on_does_not_give_way():
             memory.take(1)
 
 
+def test_a_body_whose_time_is_up_may_still_give_way():
+    """Its request hears of the time one turn of the loop later than another may need its memory."""
+
+    async def receive(memory):
+        with memory.reserved(bodies.STEP) as body:
+            async with body.arriving():
+                body._limit.reschedule(0)
+                asyncio.get_running_loop().call_soon(memory.reclaim, body)
+                await asyncio.sleep(LIMIT)
+
+    memory = Memory(1 << 20)
+    with nothing_logged(), pytest.raises(TimeoutError):
+        asyncio.run(receive(memory))
+    assert memory._free == memory._most
+
+
 EXPECTING = b"Expect: 100-continue\r\nConnection: close\r\n"
 NOT_INVITED = {
     "too large": (b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX-API-Key: %s\r\nContent-Length: 9999999\r\n", 413),
