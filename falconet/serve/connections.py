@@ -221,8 +221,9 @@ class Connection(web.RequestHandler):
             )
             resp.headers[ID] = record.id
         resp.headers[hdrs.SERVER] = SOFTWARE  # else aiohttp's version and Python's
+        is_last = self._is_torn or resp.headers.get(hdrs.CONNECTION) == "close"  # which aiohttp would only send
         # Draining, requests that were sent without waiting for this answer are still answered.
-        if self._is_torn or (self.is_draining and not self._messages):
+        if is_last or (self.is_draining and not self._messages):
             resp.force_close()
         return await super().finish_response(request, resp, start_time)
 

@@ -178,6 +178,17 @@ def test_a_body_a_byte_at_a_time_is_timed_out(monkeypatch):
         assert re.fullmatch(r"received only \d+ of 5,000 bytes in [\d.]+ s; send faster, or less", content["error"])
 
 
+def test_no_request_is_answered_after_one_that_was_too_slow(monkeypatch):
+    monkeypatch.setattr(bodies, "SECONDS", 0.3)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 1.0)
+    with nothing_logged(), running() as found, connected(found.port) as slow:
+        slow.sendall(POST + b"Content-Length: 5000\r\n\r\n")
+        raw = slow.recv(1 << 16)
+        slow.sendall(bytes(5000) + b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        ((status, headers, _),) = answers(raw + received(slow))
+    assert (status, headers["connection"]) == (408, "close")
+
+
 SLOW = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"  # of at most 1 MiB
 
 
