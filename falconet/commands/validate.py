@@ -230,7 +230,7 @@ def _folder(path: Path | None) -> Path:
     """Where the CSV goes: beside what was measured, never into a checkpoint, which holds only its own files."""
     if path is None:
         return Path()
-    return path.parent if _is_one(path) else path
+    return _named(path).parent if _is_one(path) else path
 
 
 def _is_one(path: Path) -> bool:
@@ -238,11 +238,16 @@ def _is_one(path: Path) -> bool:
     return path.is_file() or format.checkpoints_in(path) == [path]
 
 
+def _named(path: Path) -> Path:
+    """The same place, by a path that ends with its name: `.` and `..` have neither a name nor a folder to be in."""
+    return path if path.name not in ("", "..") else path.resolve()
+
+
 def _file_name(path: Path | None, opened: saved_model.Opened) -> str:
     """The table of a run or a folder; one model's is named after it, and after photos that are not its run's own."""
     data, named = opened.options.data, [Path(evaluate.ACCURACIES_FILE).stem]
     if path is None or _is_one(path):
-        named.append(Path(opened.name).name if path is None else path.absolute().name)
+        named.append(Path(opened.name).name if path is None else _named(path).name)
     if opened.other_data is not None:
         named.append(_name_of(opened.other_data))
     elif path is None or path.is_file():  # weights have no data of their own

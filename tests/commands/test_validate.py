@@ -154,6 +154,16 @@ def test_single_checkpoint_is_measured_and_left_unchanged(falconet, checkpoints)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_a_checkpoint_that_is_measured_from_within_is_left_unchanged(falconet, checkpoints, monkeypatch):
+    folder = (checkpoints / NAMES[2]).absolute()
+    before = {path.name for path in folder.iterdir()}
+    monkeypatch.chdir(folder)
+    answer = falconet("validate --checkpoint-input-path .")
+    assert answer.code == 0, answer.err
+    assert {path.name for path in folder.iterdir()} == before
+    assert len(rows(folder.with_name(f"validation-{NAMES[2]}.csv"))) == 2
+
+
 def test_best_is_marked_by_exact_accuracy():
     right = (76_120, 76_122, 76_124, 76_121)
     found = [Accuracy(name="x", epoch="1", found=Evaluation(100_000, top1, 90_000, 1.0), classes=9) for top1 in right]
