@@ -41,9 +41,15 @@ def run(loaded: Loaded[ReportOptions]) -> int:
 
 
 def _table_beside(target: Path, *, is_own: bool, runs: Sequence[RunFiles]) -> Path | None:
-    """Where every epoch goes in numbers; None: nowhere, so that a page elsewhere replaces no table of a run."""
+    """Where every epoch goes in numbers: into the run's own table, or that of several runs, named after their page.
+
+    None: nowhere. A page elsewhere replaces no table of a run, and one that is no file has nothing beside it.
+    """
+    if is_own:
+        return target.parent / RESULTS
+    table = target.with_suffix(".csv")
     is_a_runs = (target.parent / METRICS).exists()
-    return target.parent / RESULTS if is_own or (len(runs) > 1 and not is_a_runs) else None
+    return table if len(runs) > 1 and target.is_file() and table != target and not is_a_runs else None
 
 
 def _read(folders: Sequence[Path], say: Callable[[str], None]) -> list[RunFiles]:

@@ -987,7 +987,7 @@ class Report:
     runs: tuple[Path, ...] = local(())
     """Run folders; several are shown side by side. Also the command's arguments."""
     output: Path | None = local(None)
-    """The page to write; default: report.html in the run folder, or of several runs in the current folder."""
+    """The page to write; default: report.html in the run folder; of several runs in the current one, with a CSV."""
     save_plots: bool = False
     """Also draw plots as PNG and PDF into plots/ beside the page; needs matplotlib."""
 

@@ -263,9 +263,7 @@ def columns_in(rows: Sequence[Row]) -> list[str]:
 
 
 def csv_lines(*runs: RunFiles) -> Iterator[str]:
-    """results.csv: a header, and a row per epoch; an empty cell was not measured. Of several runs, each row names its
-    run.
-    """
+    """A header, and a row per epoch; an empty cell was not measured. Of several runs, each row names its own."""
     rows = [(run, row) for run in runs for row in epoch_rows(run)]
     columns = columns_in([row for _, row in rows])
     yield ",".join([*(["run"] if len(runs) > 1 else []), *columns])

@@ -82,13 +82,17 @@ def test_several_runs_leave_their_results_beside_the_page(falconet, tmp_path):
     answer = falconet("report a b --output compared/page.html --save-plots")
     assert (answer.code, answer.err.count("\n")) == (2, 1)  # the folder is not there
     Path("compared").mkdir()
+    Path("compared/results.csv").write_text("of another program")
     answer = falconet("report a b --output compared/page.html --save-plots")
-    assert answer.out.startswith("written to compared/page.html and compared/results.csv\n")
-    rows = list(csv.DictReader(Path("compared/results.csv").read_text().splitlines()))
+    assert answer.out.startswith("written to compared/page.html and compared/page.csv\n")
+    rows = list(csv.DictReader(Path("compared/page.csv").read_text().splitlines()))
     assert [row["run"] for row in rows] == ["a", "a", "b", "b"]
+    assert Path("compared/results.csv").read_text() == "of another program"
     own = falconet("report a b --output a/page.html")
     assert own.out == "written to a/page.html\n"
-    assert not Path("a/results.csv").exists(), "it would be that of the run there"
+    assert not [*Path("a").glob("*.csv")], "it would seem to be that of the run there"
+    assert falconet("report a b --output page.csv").out == "written to page.csv\n"
+    assert Path("page.csv").read_text().startswith("<!doctype html>")
 
 
 def test_the_recorded_answers_are_those_of_validate(falconet):
@@ -271,7 +275,7 @@ def test_several_runs_share_a_page_and_what_is_none_is_named(falconet, tmp_path)
         "left out: empty: not a run folder; expected one with config.yaml and metrics.jsonl",
         "left out: nowhere: no such folder; expected a run folder",
         "note: b/metrics.jsonl: the last line is torn, and left out",
-        "written to page.html and results.csv",
+        "written to page.html and page.csv",
         "18 plots written to plots",
     ]
     assert "2 runs compared" in Path("page.html").read_text()
