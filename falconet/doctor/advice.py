@@ -135,11 +135,12 @@ class Advice:
         yield "`falconet data pack --resize`: smaller photos have fewer pixels to decode"
 
     def _of_augmenting(self) -> Iterator[str]:
-        if self.workers < self.cores:
+        is_on_host = self._on_cpu or self.found.options.data.dataset_location == "host"
+        if self.workers < self.cores and is_on_host:  # for images on the device, two threads are enough
             yield f"--dataloader-workers {self.cores}: {counted(self.workers, 'thread')} augment on {self.cores} cores"
-        if not self._on_cpu and self.found.options.data.dataset_location == "host":
+        if not self._on_cpu and is_on_host:
             yield "--dataset-location device: images of the model's size are shifted and mirrored there"
-        yield "a simpler --augment: preparing batches on the cores is the limit"
+        yield f"a simpler --augment: preparing batches on the {'cores' if is_on_host else 'device'} is the limit"
 
     def _of_copying(self) -> Iterator[str]:
         if not self.found.options.data.eight_bit_io:

@@ -351,7 +351,16 @@ CHANGES = [
         finding(augment=80.0, load=80.0, data={"dataloader_workers": 2}, device=torch.device("cuda")),
         ["--dataloader-workers 8: 2 threads augment on 8 cores", "--dataset-location device:"],
     ),
-    (finding(augment=80.0, load=80.0), ["a simpler --augment"]),
+    (finding(augment=80.0, load=80.0), ["a simpler --augment: preparing batches on the cores"]),
+    (
+        finding(
+            augment=80.0,
+            load=80.0,
+            data={"dataloader_workers": 2, "dataset_location": "device"},
+            device=torch.device("cuda"),
+        ),
+        ["a simpler --augment: preparing batches on the device"],
+    ),
     (finding(copy=80.0, load=90.0, data={"eight_bit_io": False}), ["--eight-bit-io:", "--decode-device cuda:"]),
     (
         finding(tried={"--precision bf16.32": 150.0}),
