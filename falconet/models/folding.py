@@ -195,6 +195,10 @@ class FoldedHalving(nn.Module):
         super().__init__()
         self.norm, self.act, self.pool = (copy.copy(each) for each in (layer.norm, layer.act, layer.pool))
         self.norm.training, self.kind = False, layer.kind
+        # Its own weights, as the table has: a change shows in all layers or in none.
+        kept = {name: value.detach().clone() for name, value in layer.norm.named_parameters(recurse=False)}
+        self.norm._parameters = {name: nn.Parameter(value, requires_grad=False) for name, value in kept.items()}
+        self.norm._buffers = {name: value.clone() for name, value in layer.norm.named_buffers(recurse=False)}
         mean, variance = layer.norm.running_mean, layer.norm.running_var
         assert mean is not None
         assert variance is not None
