@@ -35,8 +35,10 @@ _ACCURACY = re.compile(r"^accuracy of the average: ([\d.]+)%", re.M)
 
 def trained(words: list[str], run: Path) -> Iterator[tuple[str, list[float | None]]]:
     """The accuracies that the run itself measures."""
-    further = ["--ema-half-life", "2", "--checkpoint-save-freq", "1", "--no-report", "--run-dir", str(run)]
-    falconet(["train", *words, *further], run.with_name("log"))
+    saved = ["--checkpoint-save-freq", "1", "--checkpoints-kept", "all"]  # else only the newest three are there
+    falconet(
+        ["train", *words, "--ema-half-life", "2", *saved, "--no-report", "--run-dir", str(run)], run.with_name("log")
+    )
     give_memory_back()
     rows = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     found = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
@@ -52,8 +54,11 @@ def averaged(words: str, run: Path) -> float:
     with tempfile.TemporaryDirectory() as folder:
         line = f"average {run} {words} --validate --checkpoint-output-path {folder}/average"
         falconet(line.split(), log)
-    match = _ACCURACY.search(log.read_text())
+    text = log.read_text()
+    match, asked = _ACCURACY.search(text), re.search(r"--weight-avg-N (\d+)", words)
     assert match is not None
+    if asked is not None and f"averaged {asked[1]} checkpoints" not in text:
+        raise RuntimeError(f"expected {asked[1]} checkpoints to average; the run has fewer epochs")
     return float(match[1])
 
 
@@ -65,7 +70,7 @@ def table(rows: dict[str, list[float | None]]) -> Iterator[str]:
 
 
 def main() -> None:
-    here, _, further = " ".join(sys.argv[1:]).partition(" -- ")
+    here, _, further = f" {' '.join(sys.argv[1:])} ".partition(" -- ")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON, written after each average")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file; trains nothing")
@@ -75,7 +80,11 @@ def main() -> None:
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     rows: dict[str, list[float | None]] = {}
-    about: dict[str, Any] = {"command": f"falconet train {further}", "device": device, "torch": version("torch")}
+    about: dict[str, Any] = {
+        "command": f"falconet train {further.strip()}",
+        "device": device,
+        "torch": version("torch"),
+    }
 
     def keep(name: str, cells: list[float | None]) -> None:
         rows[name] = cells
