@@ -4,7 +4,8 @@
     python3 bench/regimes.py --show docs/evidence/regimes.json --plot docs/img/regimes.png  for docs/knowing/numerics.md
 
 `full` trains at an ordinary learning rate, `low` at a fortieth of it, where updates are often smaller than half the
-distance between two numbers. All runs are made one after the other in this process; the file is written after each.
+distance between two numbers. All runs are made one after the other in this process; the file is written after each,
+and keeps what it has of other parts.
 """
 
 import argparse
@@ -130,8 +131,17 @@ def main() -> None:
     if not (args.data_dir and args.output):
         parser.error("expected --data-dir and --output, or --show")
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    what = f"resnet20-cifar on CIFAR-10, batch 512, {name}, torch {version('torch')}; [epoch, validation accuracy %]"
-    found: dict[str, Any] = {"what": what, **{part: {} for part in PARTS}}
+    stored = json.loads(args.output.read_text()) if args.output.exists() else {}
+    what = f"{', '.join(args.parts)}: resnet20-cifar on CIFAR-10, batch 512, {name}, torch {version('torch')}; "
+    what += "[epoch, validation accuracy %]; speed: ResNet-50, batch 256, [images/s, peak GiB]"
+    if {*stored} - {"what", *args.parts}:  # of other measurements, which stay
+        what = f"{what}; before: {stored.get('what', '')}"
+    found: dict[str, Any] = {
+        **{part: {} for part in PARTS},
+        **stored,
+        "what": what,
+        **{part: {} for part in args.parts},
+    }
     for part, regime, result in measured(args.parts, data_dir=args.data_dir, seeds=args.seeds):
         print(part, regime, result[-1] if part != "speed" else result, flush=True)
         found[part].setdefault(regime, []).append(result)
