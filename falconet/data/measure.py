@@ -5,7 +5,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from falconet.data import augment
 from falconet.data.augment import PixelChanges
 from falconet.data.buffers import Batch, RowReader
 from falconet.data.keyed import IntArray
-from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
+from falconet.data.loader import FOREVER, BatchShape, EvaluationLoader, Loader, Resources
 from falconet.data.storage import ArraySource, BoolArray, FileSource, PhotoSource, Source
 from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
@@ -55,15 +55,36 @@ class Pipeline:
 
     def batches(self, reader: RowReader, epoch: int) -> Iterator[Batch]:
         """One pass over this process's share of the data, on the device."""
-        share = max(1, len(self.source) // self.world.size)
-        shape = BatchShape(micro_batch=min(self.micro_batch, share), replicas=self.world.size, replica=self.world.rank)
-        labels, resources = self.source.labels, self.resources
         if self.training:
-            loader = Loader(
-                reader, labels=labels, shape=shape, seed=0, augmentation=self.augmentation, resources=resources
-            )
-            return itertools.chain.from_iterable(loader.updates(epoch))
-        return EvaluationLoader(reader, labels=labels, shape=shape, resources=resources).batches()
+            return itertools.chain.from_iterable(self._training_loader(reader).updates(epoch))
+        return EvaluationLoader(
+            reader, labels=self.source.labels, shape=self._shape, resources=self.resources
+        ).batches()
+
+    def endless(self, reader: RowReader) -> Generator[Batch, None, None]:
+        """Pass after pass; in training, the next one is read ahead, as a run does."""
+        if not self.training:
+            for epoch in itertools.count():
+                yield from self.batches(reader, epoch)
+        with contextlib.closing(self._training_loader(reader)) as loader:
+            for epoch in itertools.count():
+                for update in loader.updates(epoch, until=FOREVER):
+                    yield from update
+
+    def _training_loader(self, reader: RowReader) -> Loader:
+        return Loader(
+            reader,
+            labels=self.source.labels,
+            shape=self._shape,
+            seed=0,
+            augmentation=self.augmentation,
+            resources=self.resources,
+        )
+
+    @property
+    def _shape(self) -> BatchShape:
+        share = max(1, len(self.source) // self.world.size)
+        return BatchShape(micro_batch=min(self.micro_batch, share), replicas=self.world.size, replica=self.world.rank)
 
 
 def stage_rates(pipeline: Pipeline, *, seconds: float) -> list[Stage]:
@@ -239,14 +260,14 @@ def _thread_rate(pipeline: Pipeline, work: Callable[[IntArray], None], rows: int
 
 def _passing(pipeline: Pipeline, reader: RowReader, seconds: float) -> float:
     """Images per second of the loader, pass after pass, after its first batch."""
-    batches = itertools.chain.from_iterable(pipeline.batches(reader, epoch) for epoch in itertools.count())
-    next(batches)
-    _settle(pipeline.resources.device)
-    begin, images = time.perf_counter(), 0
-    while images == 0 or time.perf_counter() - begin < seconds:
-        images += len(next(batches).labels)
-    _settle(pipeline.resources.device)
-    return images / (time.perf_counter() - begin)
+    with contextlib.closing(pipeline.endless(reader)) as batches:
+        next(batches)
+        _settle(pipeline.resources.device)
+        begin, images = time.perf_counter(), 0
+        while images == 0 or time.perf_counter() - begin < seconds:
+            images += len(next(batches).labels)
+        _settle(pipeline.resources.device)
+        return images / (time.perf_counter() - begin)
 
 
 def copy_rate(pipeline: Pipeline, *, seconds: float) -> float | None:
