@@ -128,7 +128,8 @@ def _photo_in(folder: Path) -> str | None:
     waiting, seen = [(str(folder), 0)], 0
     while waiting and seen < MOST_SEEN:
         place, depth = waiting.pop(0)
-        with os.scandir(place) as found:
+        # One that cannot be read, or that is removed meanwhile, says nothing about the others.
+        with contextlib.suppress(OSError), os.scandir(place) as found:
             for each in itertools.islice(found, MOST_SEEN):
                 seen += 1
                 if each.is_dir(follow_symlinks=False) and depth < DEEPEST and not each.name.startswith("."):

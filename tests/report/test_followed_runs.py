@@ -1,5 +1,7 @@
 """Runs that are looked at as they grow: each byte is read once, and what is written anew is read anew."""
 
+import errno
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -203,3 +205,20 @@ def test_a_folder_that_cannot_be_meant_is_an_error(tmp_path, monkeypatch, typed,
     with pytest.raises(DataError) as refused:
         what_is_there(Path(typed))
     assert str(refused.value).startswith(words)
+
+
+def test_a_folder_that_is_removed_while_photos_are_looked_for_changes_nothing(tmp_path, monkeypatch):
+    for name in ("begun", "other"):
+        (tmp_path / name).mkdir()
+    look = os.scandir
+
+    def removing(place):
+        if str(place).endswith("begun"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(place))
+        return look(place)
+
+    monkeypatch.setattr(os, "scandir", removing)
+    assert what_is_there(tmp_path) == f"there is no run in {tmp_path} yet"
+    (tmp_path / "other/a.png").touch()
+    with pytest.raises(DataError, match=r"holds photos, such as other/a\.png"):
+        what_is_there(tmp_path)
