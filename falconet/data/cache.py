@@ -23,8 +23,8 @@ UNKNOWN, BAD = -1, -2  # instead of a slot in the cache
 class PixelCache:
     """The pixels of the first `most` images read, which must not depend on the epoch.
 
-    The system provides pages as they are written, so that an unused cache costs nothing. Threads that read the same
-    image at the same time store it twice, which is harmless.
+    The system provides pages as they are written, so that an unused cache costs nothing. Of threads that read the same
+    image at the same time, as in two epochs at once, the first one to be done stores it.
     """
 
     def __init__(self, reader: "Reader", *, images: int, most: int) -> None:
@@ -32,6 +32,7 @@ class PixelCache:
         self._reader = reader
         self._pixels = np.empty((min(images, most), reader.size, reader.size, 3), np.uint8)
         self._places: npt.NDArray[np.int64] = np.full(images, UNKNOWN, np.int64)
+        self._taken: BoolArray = np.zeros(images, np.bool_)  # those that have a slot, which may not be written yet
         self._used, self._lock = 0, threading.Lock()
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
@@ -51,12 +52,12 @@ class PixelCache:
 
     def _keep(self, indices: IntArray, pixels: PixelArray, read: BoolArray) -> None:
         self._places[indices[~read]] = BAD
-        good = np.flatnonzero(read)
         with self._lock:
             first = self._used
-            count = min(len(good), len(self._pixels) - first)
+            kept = np.flatnonzero(read & ~self._taken[indices])[: len(self._pixels) - first]
+            count = len(kept)
             self._used += count
-        kept = good[:count]
+            self._taken[indices[kept]] = True
         self._pixels[first : first + count] = pixels[kept]
         self._places[indices[kept]] = np.arange(first, first + count)  # last: other threads look here
 

@@ -78,3 +78,21 @@ def test_images_that_do_not_fit_are_read_every_time(source):
     inner.asked.clear()
     batches(cached, source, workers=0)
     assert sorted(inner.asked) == list(range(11, COUNT))  # the first ten good ones, and number 5, which is bad
+
+
+def test_an_image_that_two_epochs_read_at_once_takes_one_place(source):
+    inner = counting(source)
+    cached = PixelCache(inner, images=COUNT, most=COUNT)
+    first, all_others, read = np.arange(4), np.arange(4, COUNT), inner.read
+
+    def overtaken(indices, **given):  # by the next epoch, while this one decodes
+        inner.read = read
+        cached.read(indices, epoch=1, out=np.empty((len(indices), 12, 12, 3), np.uint8))
+        return read(indices, **given)
+
+    inner.read = overtaken
+    for indices in (first, all_others):
+        cached.read(indices, epoch=0, out=np.empty((len(indices), 12, 12, 3), np.uint8))
+    inner.asked.clear()
+    cached.read(np.arange(COUNT), epoch=2, out=np.empty((COUNT, 12, 12, 3), np.uint8))
+    assert inner.asked == []
