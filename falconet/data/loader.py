@@ -80,6 +80,8 @@ class Resources:
         Beyond those that are read ahead: the micro-batch that is delivered next, whatever its size, and one of which
         the threads have got only the first rows.
         """
+        if self.workers == 0:  # nothing is read ahead
+            return shape.micro_batch
         return self.images_ahead(form, shape.micro_batch * shape.accumulation) + 2 * shape.micro_batch
 
     def batch_for(self, reader: RowReader, images: int) -> Batch:

@@ -384,6 +384,14 @@ def test_what_waits_for_the_next_epoch_is_bounded(rows, shape, ahead):
     batches.close()
 
 
+def test_without_threads_nothing_waits_for_the_next_epoch():
+    source, buffers, shape = array_source(), Buffers(), BatchShape(micro_batch=5, accumulation=2)
+    reading, resources = PixelRows(reader(source, "none")), Resources(workers=0, buffers=buffers)
+    batches = Loader(reading, labels=source.labels, shape=shape, seed=6, resources=resources)
+    assert sum(map(len, batches.updates(0, until=9))) == buffers.allocated
+    assert resources.images_held(reading, shape) == 5  # the one that is being read
+
+
 @pytest.mark.parametrize(("ahead", "images"), [(1 << 30, 100), (192 * 10, 10), (192 * 10 - 1, 9), (1, 1)])
 def test_as_many_images_are_read_ahead_as_the_memory_holds(ahead, images):
     pixels = reader(array_source(), "none")
