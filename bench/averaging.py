@@ -1,7 +1,7 @@
 """Compare averages of one run's weights: last, best, moving average, mean and exponential averages of checkpoints.
 
     python bench/averaging.py --output averaging.json -- --config cifar10-resnet20 --data-dir DIR --epoch 40
-    python bench/averaging.py --show docs/evidence/averaging.json       the table of docs/using/recipes.md
+    python bench/averaging.py --show docs/evidence/averaging.json       the table, for docs/using/recipes.md
 
 What follows `--` goes to `falconet train`, with --ema-half-life 2 and a checkpoint after every epoch. Each average is
 validated twice: with the mean of batch norm's statistics, and with statistics that are estimated again from training

@@ -1,7 +1,7 @@
 """Hours of the named ImageNet configs on 1, 8 and 64 GPUs, simulated from the measured speed of one.
 
     python bench/recipe_costs.py --measure docs/evidence/recipe_rates.jsonl    one short run per network and micro-batch
-    python bench/recipe_costs.py docs/evidence/recipe_rates.jsonl              the table of docs/using/recipes.md
+    python bench/recipe_costs.py docs/evidence/recipe_rates.jsonl              the table, for docs/using/recipes.md
 
 A config keeps its global batch. Its micro-batches were chosen for IPUs, so here they are as large as a GPU likes, at
 most MOST images and at least LEAST, and its stages run as one. Configs that train the same network in the same formats
@@ -26,7 +26,7 @@ GPUS = (1, 8, 64)
 MOST = {224: 256, 380: 64}  # images of a micro-batch, by their side
 LEAST = 16
 UPDATES = 40  # of a measurement
-ALONE = "--pipeline-splits None --replicas 1 --batchnorm-span 1 --gradient-accumulation 1 --no-enable-recompute"
+ALONE = "--pipeline-splits --replicas 1 --batchnorm-span 1 --gradient-accumulation 1 --no-enable-recompute"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def measure(keys: Mapping[Key, Recipe], output: Path, *, device: str, updates: i
     from runs import train
 
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    known = rates(output) if output.exists() else {}
+    known = rates(output)
     for (network, size), recipe in keys.items():
         if (network, size) in known:
             continue
@@ -131,6 +131,8 @@ def measure(keys: Mapping[Key, Recipe], output: Path, *, device: str, updates: i
 
 
 def rates(path: Path) -> dict[Key, float]:
+    if not path.exists():
+        return {}
     rows = map(json.loads, path.read_text().splitlines())
     return {(row["network"], row["micro_batch"]): row["images_per_second"] for row in rows}
 

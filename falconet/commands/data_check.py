@@ -164,7 +164,8 @@ def _write_exclusion(options: DataCheck, checked: Checked, photos: Photos) -> st
     left_out = {photo.number: photo for photo in findings.broken_photos()}
     broken = len(left_out)
     left_out |= {photo.number: photo for photo in _copies(options, findings)}
-    trains = f"`{shlex.join(['falconet', 'train', str(options.source), '--exclude-list', str(path)])}`"
+    words = ["falconet", "train", str(options.source), "--exclude-list", str(path), *_as_checked(options)]
+    trains = f"`{shlex.join(words)}`"
     remarks = [
         f"photos that {trains} leaves out",
         *(["incomplete: the check was stopped"] if checked.is_partial else []),
@@ -172,8 +173,20 @@ def _write_exclusion(options: DataCheck, checked: Checked, photos: Photos) -> st
     files = (_file(photos, left_out[number]) for number in sorted(left_out))
     _write("--exclude-list", path, exclusion.text_of(files, home=home_of(options.source), remarks=remarks))
     copies = f" and {len(left_out) - broken:,} copies" if options.exclude_duplicates != "none" else ""
+    them = "it" if len(left_out) == 1 else "them"
     listed, refusal = f"{path} lists {counted(broken, 'broken photo')}{copies}", _refusal(options)
-    return f"{listed}; {trains} leaves them out" + (f" once this is mended: {refusal}" if refusal else "")
+    once = f" once this is mended: {refusal}" if refusal else ""
+    return f"{listed}; {trains} leaves {them} out{once}"
+
+
+def _as_checked(options: DataCheck) -> list[str]:
+    """The options of training that make the split that was checked, where they are not at their defaults."""
+    default, words = DataCheck(), list[str]()
+    if options.val_fraction != default.val_fraction:
+        words += ["--val-fraction", f"{options.val_fraction:g}"]
+    if options.seed != default.seed:
+        words += ["--seed", str(options.seed)]
+    return words
 
 
 def _refusal(options: DataCheck) -> str:

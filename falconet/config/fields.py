@@ -146,8 +146,6 @@ class Option:
         """The value that was typed, of this option's type and within its range; else ValueError."""
         if self.takes_many:
             (item, _) = get_args(self.type)
-            if list(texts) == [UNSET]:
-                return ()
             return tuple(_converted(item, text) for text in texts)
         (text,) = texts
         return _converted(self.type, text)

@@ -543,7 +543,7 @@ def _splits_of_predictions_are_layers_or_auto(options: Any) -> str | None:
 
 
 def _wrong_splits(splits: tuple[str, ...]) -> str | None:
-    expected = "layers, such as layer2/0 layer3/0, or auto:N alone, with N at least 2, or None for one stage"
+    expected = "layers, such as layer2/0 layer3/0, or auto:N alone, with N at least 2, or nothing for one stage"
     for split in splits:
         if split.startswith("auto") and (len(splits) > 1 or not (_AUTO.fullmatch(split) and int(split[5:]) >= 2)):
             return f"--pipeline-splits: got '{' '.join(splits)}', expected {expected}"

@@ -8,17 +8,20 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from falconet.config.options import Augmentation
-from falconet.data import augment
+from falconet.data import augment, native
 from falconet.data.augment import PixelChanges
 from falconet.data.buffers import Batch, RowReader
 from falconet.data.keyed import IntArray
 from falconet.data.loader import FOREVER, BatchShape, EvaluationLoader, Loader, Resources
+from falconet.data.native.binding import Workspace
+from falconet.data.readers import opener
 from falconet.data.storage import ArraySource, BoolArray, FileSource, PhotoSource, Source
 from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
@@ -132,37 +135,40 @@ def loader_rate(pipeline: Pipeline, *, seconds: float) -> float:
     return _passing(pipeline, pipeline.reader, seconds)
 
 
-MOST_COLD = 4096  # images that are dropped from memory and read again, each once
+MOST_COLD = 4096  # images that are dropped from memory and read again, each once; enough for a pass of a loader
 
 
-def cold_read_rate(pipeline: Pipeline, *, seconds: float) -> float | None:
-    """Images per second read from the disk by the pipeline's threads; None: they are in memory.
+class Cold(NamedTuple):
+    """Files that were read from the disk."""
+
+    images_per_second: float
+    read: IntArray  # the images: the system has these in memory now
+
+
+def cold_reads(source: PhotoSource, *, threads: int, seconds: float) -> Cold:
+    """Read from the disk, by threads as the loader's, for at most so many seconds.
 
     What the system keeps of their files in memory is dropped first, by posix_fadvise.
     """
-    source = pipeline.source
-    if isinstance(source, ArraySource):
-        return None
     order, begin = np.random.default_rng(1).permutation(len(source))[:MOST_COLD].tolist(), time.perf_counter()
     dropped: list[int] = []
     while not dropped or (len(dropped) < len(order) and time.perf_counter() - begin < seconds):
         _drop(source, order[len(dropped)])
         dropped.append(order[len(dropped)])
     left, begin = iter(dropped), time.perf_counter()
+    read, read_one = list[int](), _only_read(source)
 
-    def read() -> int:
-        done = 0
+    def read_on() -> None:
         for index in iter(lambda: next(left, None), None):  # taking the next one is atomic
-            with contextlib.suppress(FileNotFoundError):
-                source.encoded(index)
-            done += 1
+            read_one(np.array([index]))
+            read.append(index)
             if time.perf_counter() - begin > seconds:
                 break
-        return done
 
-    with ThreadPoolExecutor(pipeline.threads, thread_name_prefix="falconet-measure") as pool:
-        images = sum(pool.map(lambda _: read(), range(pipeline.threads)))
-    return images / (time.perf_counter() - begin)
+    with ThreadPoolExecutor(threads, thread_name_prefix="falconet-measure") as pool:
+        for done in [pool.submit(read_on) for _ in range(threads)]:
+            done.result()
+    return Cold(len(read) / (time.perf_counter() - begin), np.array(read))
 
 
 def _drop(source: PhotoSource, index: int) -> None:
@@ -217,12 +223,29 @@ def read_rate(pipeline: Pipeline, *, seconds: float) -> float | None:
     if isinstance(source, ArraySource):
         return None
 
-    def read(indices: IntArray) -> None:
-        for index in indices.tolist():
-            with contextlib.suppress(FileNotFoundError):
-                source.encoded(index)
+    return _thread_rate(pipeline, _only_read(source), pipeline.reader.rows, seconds)
 
-    return _thread_rate(pipeline, read, 16, seconds)
+
+def _only_read(source: PhotoSource) -> Callable[[IntArray], object]:
+    """Reads files as the loaders do: by the native library if there is one, which does not hold Python's lock."""
+    library, thread = native.library(), threading.local()
+    if library is None:
+        return lambda indices: [_encoded(source, index) for index in indices.tolist()]
+    opened = opener(source)
+
+    def read(indices: IntArray) -> object:
+        if not hasattr(thread, "workspace"):
+            thread.workspace = Workspace(library)
+        return opened(thread.workspace, indices)
+
+    return read
+
+
+def _encoded(source: PhotoSource, index: int) -> bytes:
+    try:
+        return source.encoded(index)
+    except FileNotFoundError:  # a link that leads nowhere, which the loader counts as a bad image
+        return b""
 
 
 def _filled(pipeline: Pipeline) -> Callable[[IntArray], None]:
@@ -237,7 +260,7 @@ def _filled(pipeline: Pipeline) -> Callable[[IntArray], None]:
     return fill
 
 
-def _thread_rate(pipeline: Pipeline, work: Callable[[IntArray], None], rows: int, seconds: float) -> float:
+def _thread_rate(pipeline: Pipeline, work: Callable[[IntArray], object], rows: int, seconds: float) -> float:
     """Images per second of `work` on parts of a random order, by as many threads as the loader has."""
     order = np.random.default_rng(0).permutation(len(pipeline.source))
     rows = min(rows, len(order))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, repeat
 
+import numpy as np
 import torch
 
 from falconet.config import commands
@@ -159,23 +160,27 @@ def _parts(built: BuiltPhase, updates: Updates) -> Parts:
     options, world = built.options, built.site.world
     if options.data.data == "synthetic":
         return Parts(read=None, kept=None, decode=None, augment=None, copy=None, load=None, updates=updates)
-    source = built.images.train
+    source, cold = built.images.train, None
     crops = built.images.training_crops(options.augmentation, seed=options.run.seed)
     reading = Input(data=options.data, regime=built.regime, world=world, note=built.site.note)
+    resources = reading.resources(source)
+    if not isinstance(source, ArraySource):
+        cold = measure.cold_reads(source, threads=max(1, resources.workers), seconds=READING)
+        # Now in memory; of others, it is not known. Some are repeated, if need be, for a pass that is not too short.
+        source = source.subset(np.resize(cold.read, min(len(source), measure.MOST_COLD)))
     pipeline = Pipeline(
         source=source,
         reader=reading.row_reader(source, crops, reading.bad_images("training", images=len(source))),
-        resources=reading.resources(source),
+        resources=resources,
         micro_batch=min(updates.micro_batch, len(source)),
         training=True,
         augmentation=options.augmentation,
         world=world,
     )
-    cold = measure.cold_read_rate(pipeline, seconds=READING)
     kept = measure.read_rate(pipeline, seconds=READING / 2)
     load = measure.loader_rate(pipeline, seconds=LOADING)
     return Parts(
-        read=cold,
+        read=None if cold is None else cold.images_per_second,
         kept=kept,
         decode=None if kept is None else _rest(load, kept),
         augment=load if kept is None else None,

@@ -115,8 +115,11 @@ def test_training_and_what_follows_leave_out_what_the_check_listed(falconet, odd
 def test_training_is_recommended_only_where_it_works(falconet, fine):
     broken = fine / "train" / layouts.CLASSES[0] / "broken.jpg"
     broken.write_bytes(b"no photo")
-    ends = "broken.txt lists 1 broken photo; `falconet train photos --exclude-list broken.txt` leaves them out"
+    ends = "broken.txt lists 1 broken photo; `falconet train photos --exclude-list broken.txt` leaves it out"
     assert falconet("data check photos --exclude-list broken.txt").out.endswith(f"{ends}\n")
+    split = "--val-fraction 0.3 --seed 5"
+    answer = falconet(f"data check photos --exclude-list broken.txt {split}")
+    assert f"`falconet train photos --exclude-list broken.txt {split}`" in answer.out
     (fine / "val/heron").mkdir()
     broken.replace(fine / "val/heron/broken.jpg")
     other = next((fine / "val" / layouts.CLASSES[0]).iterdir())

@@ -169,9 +169,8 @@ def test_none_removes_a_stored_value():
     assert load(TrainOptions, [*stored, *from_line(["--updates", "None"], OPTIONS)]).options.training.updates is None
 
 
-@pytest.mark.parametrize("words", ["--pipeline-splits", "--pipeline-splits None"])
-def test_nothing_or_none_empties_a_list(words):
-    line = f"--config mobilenet-v3-large --data synthetic {words}".split()
+def test_a_list_with_nothing_behind_it_is_empty():
+    line = ["--config", "mobilenet-v3-large", "--data", "synthetic", "--pipeline-splits", "--replicas", "1"]
     assert load_options(TrainOptions, read_line(TrainOptions, line)).options.parallel.pipeline_splits == ()
 
 

@@ -4,12 +4,15 @@ import threading
 from itertools import islice
 
 import numpy as np
+import pytest
 import torch
+from PIL import Image
 
 import runs
+from falconet.data import measure, native
 from falconet.data.loader import Resources
 from falconet.data.measure import Pipeline
-from falconet.data.storage import ArraySource
+from falconet.data.storage import ArraySource, FileSource
 
 IMAGES, BATCH = 12, 4
 
@@ -43,3 +46,30 @@ def test_the_next_pass_of_a_training_is_read_ahead_and_has_every_image_once():
     for found in (first, second):
         assert sorted(int(number) for batch in found for number in batch.images[:, 0, 0, 0]) == [*range(IMAGES)]
     assert not [each for each in threading.enumerate() if each.name.startswith("falconet-")]
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "a").mkdir()
+    names = [f"{number}.jpg" for number in range(IMAGES)]
+    for name in names:
+        Image.new("RGB", (16, 16)).save(tmp_path / "a" / name)
+    return FileSource.of(tmp_path, class_names=("a",), names=names, labels=np.zeros(IMAGES, np.int64))
+
+
+@pytest.mark.parametrize("library", ["native", "none"])
+def test_files_are_read_from_the_disk_each_once(files, monkeypatch, library):
+    if library == "none":
+        monkeypatch.setattr(native, "library", lambda: None)
+    files.path(3).unlink()  # a link that leads nowhere is passed over in the same way
+    cold = measure.cold_reads(files, threads=2, seconds=60.0)
+    assert sorted(cold.read.tolist()) == [*range(IMAGES)]
+    assert cold.images_per_second > 0
+
+
+def test_what_was_not_read_in_time_is_not_taken_for_being_in_memory(files, monkeypatch):
+    read = []
+    monkeypatch.setattr(measure, "_only_read", lambda source: read.append)
+    cold = measure.cold_reads(files, threads=2, seconds=0.0)
+    assert 1 <= len(cold.read) <= 2  # a file is dropped in any case, and each thread ends after its first
+    assert sorted(cold.read.tolist()) == sorted(int(index) for (index,) in read)
