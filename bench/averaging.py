@@ -11,6 +11,7 @@ images. The best checkpoint is chosen by the images that it is measured with, so
 import argparse
 import json
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from runs import falconet, give_memory_back
+from runs import divided, falconet, give_memory_back
 
 AVERAGES = {
     **{f"mean of the last {count}": f"--weight-avg-N {count}" for count in (2, 5, 10, 20)},
@@ -70,18 +71,18 @@ def table(rows: dict[str, list[float | None]]) -> Iterator[str]:
 
 
 def main() -> None:
-    here, _, further = f" {' '.join(sys.argv[1:])} ".partition(" -- ")
+    here, further = divided(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON, written after each average")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file; trains nothing")
-    args = parser.parse_args(here.split())
+    args = parser.parse_args(here)
     if args.show:
         print("\n".join(table(json.loads(args.show.read_text())["accuracies"])))
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     rows: dict[str, list[float | None]] = {}
     about: dict[str, Any] = {
-        "command": f"falconet train {further.strip()}",
+        "command": f"falconet train {shlex.join(further)}",
         "device": device,
         "torch": version("torch"),
     }
@@ -94,7 +95,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        for name, cells in trained(further.split(), run):
+        for name, cells in trained(further, run):
             keep(name, cells)
         for name, words in AVERAGES.items():
             again = averaged(f"{words} --batchnorm-images {ESTIMATED}", run)

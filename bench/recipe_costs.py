@@ -4,8 +4,9 @@
     python bench/recipe_costs.py docs/evidence/recipe_rates.jsonl              the table, for docs/using/recipes.md
 
 A config keeps its global batch. Its micro-batches were chosen for IPUs, so here they are as large as a GPU likes, at
-most MOST images and at least LEAST, and its stages run as one. Configs that train the same network in the same formats
-by the same optimizer share their measurements. Communication is that of simulate_scaling.py.
+most MOST images and at least LEAST, its stages run as one, and nothing is recomputed. Configs that train the same
+network in the same formats by the same optimizer share their measurements. Communication is that of
+simulate_scaling.py.
 """
 
 import argparse
@@ -26,7 +27,10 @@ GPUS = (1, 8, 64)
 MOST = {224: 256, 380: 64}  # images of a micro-batch, by their side
 LEAST = 16
 UPDATES = 40  # of a measurement
-ALONE = "--pipeline-splits --replicas 1 --batchnorm-span 1 --gradient-accumulation 1 --no-enable-recompute"
+ALONE = (
+    "--pipeline-splits --replicas 1 --batchnorm-span 1 --gradient-accumulation 1"
+    " --no-enable-recompute --recompute-mode none"
+)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,12 @@ def falconet(words: Sequence[str], log: Path) -> None:
         raise RuntimeError(f"falconet {' '.join(words)}\n{log.read_text(errors='replace')[-2500:]}")
 
 
+def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a script's line before and after `--`: its own options, and those of `falconet train`."""
+    at = words.index("--") if "--" in words else len(words)
+    return list(words[:at]), list(words[at + 1 :])
+
+
 def train(options: str) -> Speed:
     """Train one epoch without validation."""
     import torch

@@ -31,7 +31,7 @@ from falconet.data.preprocessing import normaliser
 from falconet.data.sources import cifar
 from falconet.models import zoo
 from falconet.models.speednet import WHITENED_FROM, SpeedNet
-from runs import falconet
+from runs import divided, falconet
 
 
 class Measured(NamedTuple):
@@ -144,7 +144,7 @@ def summarise(found: list[Measured]) -> None:
 
 
 def main() -> None:
-    words, _, further = " ".join(sys.argv[1:]).partition(" -- ")
+    words, further = divided(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--config", default="cifar10-speedrun")
@@ -153,10 +153,10 @@ def main() -> None:
     parser.add_argument("--peer", type=Path)
     parser.add_argument("--peer-runs", type=int, default=25)
     parser.add_argument("--minutes", type=float, default=8.0, help="for everything; the peer gets a half of them")
-    asked = parser.parse_args(words.split())
+    asked = parser.parse_args(words)
     end = time.monotonic() + 60 * asked.minutes
     whitening = whitening_seconds(asked.data_dir)
-    command = ["--config", asked.config, "--data-dir", str(asked.data_dir), *further.split()]
+    command = ["--config", asked.config, "--data-dir", str(asked.data_dir), *further]
     ours = our_runs(command, seeds=asked.seeds, whitening=whitening)
     until = (time.monotonic() + end) / 2 if asked.peer else end
     results = [collect(ours, until=until, output=asked.output)]
