@@ -80,11 +80,17 @@ def peer_runs(script: Path, data_dir: Path, *, runs: int) -> Iterator[Measured]:
     with tempfile.TemporaryDirectory() as folder:
         _lay_out(data_dir, Path(folder) / "cifar10")
         command = [sys.executable, "-u", str(script.resolve())]
-        with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        errors = Path(folder) / "errors"  # of a compiled script, mostly pages about the choice of kernels
+        with (
+            errors.open("w") as file,
+            subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=file, text=True) as process,
+        ):
             assert process.stdout is not None
             try:
                 for number, (accuracy, seconds) in enumerate(islice(peer_results(process.stdout), runs + 1)):
                     yield Measured(script.stem, number - 1, 100 * accuracy, seconds, {})
+                if process.poll():
+                    print(f"{script.name} failed:\n{errors.read_text(errors='replace')[-2500:]}")
             finally:
                 process.kill()  # it would go on for 200 runs
 
