@@ -53,11 +53,12 @@ from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
 from falconet.report.console import Say, Screen, counted
 from falconet.train import defaults, processes, saved_model
-from falconet.train.capture import CapturedStep, Preparing
+from falconet.train.capture import WARM, CapturedStep, Preparing
 from falconet.train.evaluate import require_accuracy
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
 from falconet.train.processes import Launch
+from falconet.train.profiled_step import LOOKED
 from falconet.train.step import LocalStep, Prepare, Step
 
 
@@ -335,7 +336,8 @@ class BuiltPhase:
         if self.uncaptured:
             return step
         assert isinstance(step, LocalStep)
-        return CapturedStep(step, self.site.world, note=self.site.note, preparing=preparing)
+        warm = LOOKED if self.options.logging.profile else WARM
+        return CapturedStep(step, self.site.world, note=self.site.note, preparing=preparing, warm=warm)
 
     @property
     def uncaptured(self) -> str | None:

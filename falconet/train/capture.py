@@ -19,8 +19,7 @@ from falconet.train.step import LocalStep, Update
 
 Preparing = Callable[[], AbstractContextManager[None]]
 _SAME_IN_BOTH_MODES = (nn.Conv2d, nn.Linear, nn.Identity)  # which compute the same in training and evaluation
-WARM = 3  # updates of a shape before it is captured: libraries choose kernels, and the update rule creates its state
-REWARM = 1  # of one that only trains less than a captured one: tables of what is trained are uploaded in it
+WARM = 1  # updates of a shape before it is captured: libraries choose kernels, and the update rule creates its state
 
 
 @dataclass(frozen=True)
@@ -45,30 +44,28 @@ class _Shape(NamedTuple):
     trained: tuple[bool, ...]  # by weight
     modes: tuple[Hashable, ...]  # by module
 
-    def is_part_of(self, other: "_Shape") -> bool:
-        """Whether it makes the same updates but for weights that are frozen."""
-        is_less = all(mine <= theirs for mine, theirs in zip(self.trained, other.trained, strict=True))
-        return is_less and (self.tensors, self.modes) == (other.tensors, other.modes)
-
 
 class CapturedStep:
     """A step that captures the updates of each shape and replays them: the same numbers, without the host's work.
 
-    The first updates of a shape are made as they are, on the stream that is captured later, so capturing changes
-    nothing. Layers that are frozen for a while are part of a shape. What changes from update to update, the host writes
-    into tensors that the graph reads: `Moving.at`. A generator that was seeded there gives a replay the random numbers
-    of an update without a graph: torch copies its seed and offset to the device before each replay.
+    The first update of a shape is made as it is, on the stream that is captured later, so capturing changes nothing.
+    Layers that are frozen for a while are part of a shape. What changes from update to update, the host writes into
+    tensors that the graph reads: `Moving.at`. A generator that was seeded there gives a replay the random numbers of an
+    update without a graph: torch copies its seed and offset to the device before each replay.
 
     Replicas capture the messages of their gradients too, so all of them replay an update, or none does: a replay would
     wait for ever for a replica that sends nothing.
     """
 
-    def __init__(self, step: LocalStep, world: World, *, note: Say, preparing: Preparing = nullcontext) -> None:
+    def __init__(
+        self, step: LocalStep, world: World, *, note: Say, preparing: Preparing = nullcontext, warm: int = WARM
+    ) -> None:
         """`world`: all replicas. `note`: gets a line if an update cannot be captured.
 
-        `preparing`: the context in which kernels are compiled and updates captured.
+        `preparing`: the context in which kernels are compiled and updates captured. `warm`: updates of a shape before
+        it is captured, one or more.
         """
-        self._step, self._world, self._note, self._preparing = step, world, note, preparing
+        self._step, self._world, self._note, self._preparing, self._warm = step, world, note, preparing, warm
         # Listed once: to find them takes as long as a small update.
         self._weights = list(step.moving.model.parameters())
         self._modules = [module for module in step.moving.model.modules() if type(module) not in _SAME_IN_BOTH_MODES]
@@ -86,7 +83,7 @@ class CapturedStep:
             torch.cuda.synchronize(self._stream.device)
             with self._preparing():
                 self._step.prepare_for(micro_batches[0])
-        if shape not in self._graphs and self._is_warm(shape) and not self._is_given_up:
+        if shape not in self._graphs and self._made[shape] >= self._warm and not self._is_given_up:
             torch.cuda.synchronize(self._stream.device)  # the updates before are no part of it
             with self._preparing():
                 self._capture(shape, micro_batches)
@@ -104,11 +101,6 @@ class CapturedStep:
             trained=tuple(p.requires_grad for p in self._weights),
             modes=tuple((module.training, module.__dict__.get("track_running_stats")) for module in self._modules),
         )
-
-    def _is_warm(self, shape: _Shape) -> bool:
-        """Whether nothing is left to choose or to upload."""
-        is_known = any(shape.is_part_of(other) for other in self._graphs)
-        return self._made[shape] >= (REWARM if is_known else WARM)
 
     def _eager(self, micro_batches: Sequence[Batch]) -> Update:
         current = torch.cuda.current_stream(self._stream.device)
