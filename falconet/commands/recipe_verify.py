@@ -33,7 +33,7 @@ def run(loaded: Loaded[RecipeVerifyOptions]) -> int:
     say(f"{name}: {counted(asked.seeds, 'run')} in {home}")
     runs = tuple(_trained(asked, name, home, say))
     if asked.record:
-        found = _evidence(name, home, runs)
+        found = evidence_in(name, home, runs)
         writing.replace(asked.record.parent, asked.record.name, found.to_json())
         say(f"{name}: {found.reached()} in {found.seconds:.1f} s of training, recorded in {asked.record}")
         return DONE
@@ -69,13 +69,14 @@ def _trained(asked: Recipe, name: str, home: Path, say: Say) -> Iterator[Trained
         if done.returncode:
             last = (log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
             raise WorldError(f"{folder}: the run ended with exit code {done.returncode}: {last}")
-        trained = _read(folder, seed)
+        trained = trained_in(folder, seed)
         took = f"{trained.seconds:.1f} s of training, {time.monotonic() - began:.0f} s in all"
         say(f"seed {seed}: {trained.accuracy:.2f} %, {took}")
         yield trained
 
 
-def _read(folder: Path, seed: int) -> TrainedOnce:
+def trained_in(folder: Path, seed: int) -> TrainedOnce:
+    """What the run in a folder reached."""
     summary = json.loads((folder / SUMMARY).read_text())
     accuracy = summary["metrics"].get("validation/accuracy")
     if accuracy is None:
@@ -83,8 +84,8 @@ def _read(folder: Path, seed: int) -> TrainedOnce:
     return TrainedOnce(seed=seed, accuracy=round(accuracy, 4), seconds=summary["training_seconds"])
 
 
-def _evidence(name: str, home: Path, runs: tuple[TrainedOnce, ...]) -> Evidence:
-    """From what the first run states about its machine."""
+def evidence_in(name: str, home: Path, runs: tuple[TrainedOnce, ...]) -> Evidence:
+    """`home`: has the runs' folders, the first of which states on which machine."""
     about = json.loads((home / f"seed-{runs[0].seed}" / ENVIRONMENT).read_text())
     on_cpu = about["device"] == "CPU"
     return Evidence(

@@ -23,6 +23,10 @@ class Rate:
     seconds: float
     waiting: float  # seconds of it spent waiting for data
 
+    def __add__(self, other: "Rate") -> "Rate":
+        """Of both parts together."""
+        return Rate(self.images + other.images, self.seconds + other.seconds, self.waiting + other.waiting)
+
     @property
     def images_per_second(self) -> float:
         return self.images / max(self.seconds, 1e-9)

@@ -54,6 +54,7 @@ class Handover:
 
     averaged: Path  # the average of its checkpoints
     best: Best | None
+    ending: Ending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,9 @@ def _progress_in(plan: Plan, manifest: Manifest) -> Progress:
     return replace(Progress.from_json(manifest.meter), update=plan.update_at(manifest.progress.epoch, updates))
 
 
-def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best: Best | None = None) -> Handover | None:
+def train_phase(
+    built: BuiltPhase, state: TrainState, session: Session, *, handed: Handover | None = None
+) -> Handover | None:
     """Make the updates of a phase and what follows them; returns what it leaves to a next one."""
     world, screen, folder = built.site.world, built.site.screen, session.folder
     if warning := memory.warning(built, state.model):
@@ -151,7 +154,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     profiled = _profiled(built, timed, folder, state)
     step = _shown(built, profiled or timed)
     before = _joules(world.device)
-    output = _output(built, state, session, stopwatch=stopwatch, best=best)
+    output = _output(built, state, session, stopwatch=stopwatch, best=handed.best if handed else None)
     writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)
     in_a_row = built.plan.in_a_row
     stop = StopRequest(screen.line, after="this update" if in_a_row == 1 else f"at most {in_a_row} updates")
@@ -195,17 +198,19 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
     joules = _energy(before, world)
     if watch.validation.left_out:
         built.site.note(evaluate.left_out_line(watch.validation.left_out))
+    ending = Ending(
+        checkpoints=saving.folder,
+        metric=watch.validation.metric,
+        memory=memory_of_stages,
+        is_last=built.phase.is_last,
+        rate=rate,
+        whole=watch.log.seconds,
+        seconds=watch.log.seconds_of(rate, validation=watch.validation.seconds),
+        joules=joules,
+    )
+    if handed:
+        ending = ending.after(handed.ending)
     if world.is_first:
-        ending = Ending(
-            checkpoints=saving.folder,
-            metric=watch.validation.metric,
-            memory=memory_of_stages,
-            is_last=built.phase.is_last,
-            rate=rate,
-            whole=watch.log.seconds,
-            seconds=watch.log.seconds_of(rate, validation=watch.validation.seconds),
-            joules=joules,
-        )
         summary.write(folder, watch.log, ending)
         if built.phase.is_last:
             summary.hand_over(watch.log, ending, session.sinks.trackers)
@@ -213,7 +218,7 @@ def train_phase(built: BuiltPhase, state: TrainState, session: Session, *, best:
         report = end(state.progress.update)
         is_told = built.launch.conventions.is_ours and not built.options.run.temporary
         summary.show(folder, watch.log, replace(ending, report=report if is_told else None))
-    return Handover(averaged=averaged, best=output.measurements.best) if averaged else None
+    return Handover(averaged=averaged, best=output.measurements.best, ending=ending) if averaged else None
 
 
 def ended_early(plan: Plan, progress: Progress, best: Best | None) -> bool:

@@ -178,7 +178,7 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, b
             del state
             gc.collect()  # hooks on gradients keep the model in a reference cycle
             state = begin(phases[0], handed)
-            handed = train_phase(phases.popleft(), state, session, best=handed.best)
+            handed = train_phase(phases.popleft(), state, session, handed=handed)
     if options.run.temporary:
         site.world.barrier("ending")  # no process writes there any more
         if site.world.is_first:

@@ -5,7 +5,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from falconet import writing
@@ -25,17 +25,28 @@ from falconet.train.metrics import StageMemory
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What is known of a phase after its last update."""
+    """What is known after the last update of a phase, of the phases before it in this process too."""
 
     checkpoints: Path
     metric: Metric  # what its validations measured
     memory: Sequence[StageMemory]  # of each stage
     is_last: bool  # no phase follows
-    rate: Rate  # of the whole phase
+    rate: Rate
     whole: float  # seconds, with validations and saves
     seconds: Mapping[str, float] = field(default_factory=dict)  # by what took them
     joules: float | None = None  # that all devices used; None: they do not tell
     report: Path | None = None  # None: there is none
+
+    def after(self, before: "Ending") -> "Ending":
+        """With what the phases before took."""
+        known = None not in (self.joules, before.joules)
+        return replace(
+            self,
+            rate=before.rate + self.rate,
+            whole=before.whole + self.whole,
+            seconds={part: round(taken + before.seconds[part], 4) for part, taken in self.seconds.items()},
+            joules=(self.joules or 0.0) + (before.joules or 0.0) if known else None,
+        )
 
 
 def write(folder: Path, log: Log, ending: Ending) -> None:

@@ -250,3 +250,12 @@ def test_several_averages_in_an_original_style_are_kept_and_the_first_is_fine_tu
         "weight_avg_exp_0.5": ["ckpt-4", "ckpt-8"],
         "weight_avg_N_2": ["ckpt-4", "ckpt-8"],
     }
+
+
+def test_the_summary_counts_both_phases(falconet):
+    assert falconet(f"train {HALF} --run-dir run").code == 0
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["seconds"]["training"] == pytest.approx(summary["training_seconds"], abs=0.06)
+    assert summary["whole_seconds"] >= summary["training_seconds"]
+    images = summary["images_per_second"] * summary["seconds"]["training"]
+    assert images == pytest.approx(summary["updates"] * 8, rel=0.01)

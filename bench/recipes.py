@@ -1,0 +1,167 @@
+"""Train named configs over seeds, one run after the other in this process, and record what they reach.
+
+    python bench/recipes.py cifar10-resnet20 cifar10-resnet56 --data-dir DIR --output docs/evidence/recipes.jsonl
+    python bench/recipes.py NAME --data-dir DIR --output FILE --seeds 1 --minutes 5 [-- OPTIONS OF FALCONET TRAIN]
+    python bench/recipes.py --show docs/evidence/recipes.jsonl [--plot docs/img/recipes.png] [--evidence FOLDER]
+
+The same runs as those of `falconet recipe verify NAME`, without a start of Python for each. Every run is written as it
+ends, with its validations; no run is begun after --minutes. --evidence writes what `falconet configs --evidence` shows,
+one file per recipe.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from falconet.commands.recipe_verify import evidence_in, trained_in
+from falconet.config.evidence import Evidence, TrainedOnce
+from runs import divided, falconet, give_memory_back
+
+Row = dict[str, Any]  # of one run
+
+
+def trained(name: str, words: Sequence[str], *, data_dir: Path, seed: int) -> Row:
+    """One run, its validations, and how long it took with its start."""
+    with tempfile.TemporaryDirectory() as home:
+        run, began = Path(home) / f"seed-{seed}", time.monotonic()
+        line = ["train", "--config", name, "--data-dir", str(data_dir), "--seed", str(seed), "--run-dir", str(run)]
+        try:
+            falconet([*line, *words], run.with_suffix(".log"))
+        finally:
+            give_memory_back()
+        whole = time.monotonic() - began
+        found = trained_in(run, seed)
+        about = evidence_in(name, Path(home), (found,))
+        summary = json.loads((run / "summary.json").read_text())
+        return {
+            "recipe": name,
+            **asdict(found),
+            "moving_average": summary["metrics"].get("validation_ema/accuracy"),
+            "whole": round(whole, 1),
+            "curve": curve(run),
+            "options": list(words),
+            **{key: getattr(about, key) for key in ("device", "versions", "date")},
+        }
+
+
+def curve(run: Path) -> list[list[float]]:
+    """Epoch, accuracy in percent and, if there is one, that of the moving average, of each validation."""
+    found, epoch = [], 0.0
+    for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        epoch = row.get("epoch", epoch)  # only a log point has it
+        scores = [row[name] for name in ("validation/accuracy", "validation_ema/accuracy") if name in row]
+        if scores:
+            found.append([round(value, 3) for value in (epoch, *scores)])
+    return found
+
+
+def rows_of(path: Path) -> dict[str, list[Row]]:
+    """The runs in a file, by recipe."""
+    rows = map(json.loads, path.read_text().splitlines())
+    by_name = sorted(rows, key=lambda row: (row["recipe"], row["seed"]))
+    return {name: list(group) for name, group in groupby(by_name, key=lambda row: row["recipe"])}
+
+
+def table(found: dict[str, list[Row]]) -> Iterator[str]:
+    """Markdown."""
+    yield "| recipe | accuracy, % (mean, standard deviation) | moving average, % | seconds of training | in all |"
+    yield "|---|---|---|--:|--:|"
+    for name, rows in found.items():
+        cells = [_spread([row[key] for row in rows if row[key] is not None]) for key in ("accuracy", "moving_average")]
+        seconds = [f"{statistics.median(row[key] for row in rows):.0f}" for key in ("seconds", "whole")]
+        yield " | ".join((f"| `{name}`, {len(rows)} runs" if len(rows) > 1 else f"| `{name}`", *cells, *seconds)) + " |"
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    deviation = f", {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{deviation}"
+
+
+def evidence_of(name: str, rows: Sequence[Row]) -> Evidence:
+    """Of runs with the recipe's own options."""
+    runs = tuple(TrainedOnce(**{key: row[key] for key in ("seed", "accuracy", "seconds")}) for row in rows)
+    last = max(rows, key=lambda row: row["date"])
+    return Evidence(
+        recipe=name,
+        runs=runs,
+        command=f"falconet recipe verify {name} --seeds {len(runs)}",
+        **{key: last[key] for key in ("device", "versions", "date")},
+    )
+
+
+def plot(found: dict[str, list[Row]], path: Path) -> None:
+    """Every recipe's validations, CIFAR beside Imagenette."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    families = [family for family in ("cifar", "imagenette") if any(name.startswith(family) for name in found)]
+    figure, places = pyplot.subplots(
+        1, len(families), figsize=(5.5 * len(families), 4), layout="constrained", squeeze=False
+    )
+    for axes, family in zip(places[0], families, strict=True):
+        mine = {name: rows for name, rows in found.items() if name.startswith(family)}
+        for number, (name, rows) in enumerate(mine.items()):
+            for each, row in enumerate(rows):
+                epochs, accuracies = zip(*(point[:2] for point in row["curve"]), strict=True)
+                axes.plot(epochs, accuracies, color=f"C{number}", alpha=0.8, label=None if each else name)
+        axes.set(xlabel="epoch", ylabel="validation accuracy, %")
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def main() -> None:
+    here, further = divided(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument("--output", type=Path, help="JSON lines, one per run")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file; trains nothing")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="with --show: draw the validations, too")
+    parser.add_argument("--evidence", type=Path, metavar="FOLDER", help="with --show: write a file per recipe, too")
+    args = parser.parse_args(here)
+    if args.show:
+        found = rows_of(args.show)
+        print("\n".join(table(found)))
+        for name, rows in found.items() if args.evidence else ():
+            (args.evidence / f"{name}.json").write_text(evidence_of(name, rows).to_json())
+        if args.plot:
+            plot(found, args.plot)
+        return
+    if not (args.names and args.data_dir and args.output):
+        parser.error("expected names of configs, --data-dir and --output, or --show")
+    until = time.monotonic() + 60 * args.minutes
+    for name in args.names:  # one recipe after the other, so that what is there at the end is whole
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
+            if time.monotonic() > until:
+                print(f"{name}, seed {seed}: no time is left", flush=True)
+                return
+            try:
+                row = trained(name, further, data_dir=args.data_dir, seed=seed)
+            except RuntimeError as error:
+                print(f"{name}, seed {seed}: left out: {error}", flush=True)
+                continue
+            print(
+                f"{name}, seed {seed}: {row['accuracy']:.2f} %, {row['seconds']} s, {row['whole']} s in all", flush=True
+            )
+            with args.output.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
