@@ -49,10 +49,10 @@ def _reflected(place, side):
 
 @triton.jit(do_not_specialize=["side"])
 def _pick(images, moves, out, side, REFLECTS: tl.constexpr, PIXELS: tl.constexpr):
-    """A program: some pixels of one image."""
+    """A program: some pixels of one image. Images are far apart, places in one are counted in 32 bits."""
     image = tl.program_id(0).to(tl.int64)
-    number, down = tl.load(moves + 4 * image), tl.load(moves + 4 * image + 1)
-    right, mirrored = tl.load(moves + 4 * image + 2), tl.load(moves + 4 * image + 3)
+    number, down = tl.load(moves + 4 * image), tl.load(moves + 4 * image + 1).to(tl.int32)
+    right, mirrored = tl.load(moves + 4 * image + 2).to(tl.int32), tl.load(moves + 4 * image + 3)
     pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     row, column = pixel // side, pixel % side
     from_row = row - down
@@ -61,11 +61,10 @@ def _pick(images, moves, out, side, REFLECTS: tl.constexpr, PIXELS: tl.constexpr
         from_row, from_column = _reflected(from_row, side), _reflected(from_column, side)
     exists = pixel < side * side
     inside = exists & (from_row >= 0) & (from_row < side) & (from_column >= 0) & (from_column < side)
-    colour = tl.arange(0, 4)[None, :]
-    source = ((number * side + from_row) * side + from_column)[:, None] * 3 + colour
-    values = tl.load(images + source, mask=inside[:, None] & (colour < 3), other=0)
-    target = (image * side * side + pixel)[:, None] * 3 + colour
-    tl.store(out + target, values, mask=exists[:, None] & (colour < 3))
+    source = images + number * side * side * 3 + (from_row * side + from_column) * 3
+    target = out + image * side * side * 3 + pixel * 3
+    for colour in tl.static_range(3):
+        tl.store(target + colour, tl.load(source + colour, mask=inside, other=0), mask=exists)
 
 
 def pick(images: Tensor, moves: Tensor, *, reflects: bool, out: Tensor) -> None:  # N x S x S x 3; M x 4; M x S x S x 3
