@@ -345,7 +345,7 @@ CHANGES = [
     (finding(decode=80.0, load=75.0, packed=True), ["`falconet data pack --resize`:"]),
     (
         finding(decode=80.0, load=75.0, device=torch.device("cuda")),
-        ["--decode-device cuda: the cores are the limit", "`falconet data pack --resize`:"],
+        ["--decode-device both: the cores are the limit", "`falconet data pack --resize`:"],
     ),
     (
         finding(augment=80.0, load=80.0, data={"dataloader_workers": 2}, device=torch.device("cuda")),
