@@ -213,6 +213,8 @@ def test_without_it_there_is_a_reason_in_one_line(nowhere, tmp_path, name, conte
 def test_it_can_be_turned_off(nowhere, monkeypatch):
     monkeypatch.setenv("FALCONET_NVJPEG", "0")
     assert nvjpeg.load() == (None, "turned off by FALCONET_NVJPEG=0")
+    said = gpu_decoders.describe(torch.device("cpu"))
+    assert said == "torchvision's nvJPEG: turned off by FALCONET_NVJPEG=0"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torchvision has nvJPEG in its packages for Linux")
