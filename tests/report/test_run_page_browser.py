@@ -69,6 +69,19 @@ def test_every_chart_and_the_matrix_are_drawn(visit, tmp_path):
     assert all(page.locator("img").evaluate_all("all => all.map((each) => each.naturalWidth > 0)"))
 
 
+@pytest.mark.parametrize("pixels", [1, 2, 3])  # per point
+def test_dashes_are_as_long_on_a_fine_screen(visit, tmp_path, pixels):
+    spy = """
+        window.dashed = [];
+        const own = CanvasRenderingContext2D.prototype.setLineDash;
+        CanvasRenderingContext2D.prototype.setLineDash = function (lengths) {
+            window.dashed.push(lengths.join()); own.call(this, lengths);
+        };
+    """
+    page = visit(write_run(tmp_path / "run"), script=spy, device_scale_factor=pixels)
+    assert f"{5 * pixels},{4 * pixels}" in page.evaluate("window.dashed")
+
+
 def test_a_scale_becomes_logarithmic_and_back(visit, tmp_path):
     page = visit(write_run(tmp_path / "run"))
     button = page.get_by_role("button", name="log scale")

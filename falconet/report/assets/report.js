@@ -39,7 +39,9 @@
   };
   /* Epochs are counted whole, unless there is only a part of one to show. */
   const isWhole = (epochs) => epochs[epochs.length - 1] - epochs[0] >= 1 || epochs.every(Number.isInteger);
-  const dashes = (curve) => (curve.role === "training" ? [5, 4] : curve.role === "average" ? [2, 2] : []);
+  /* In points: the chart library takes them as pixels, of which a fine screen, such as a phone's, has several per point. */
+  const DASHES = { training: [5, 4], average: [2, 2] };
+  const dashes = (curve, fine) => (DASHES[curve.role] || []).map((length) => length * fine * devicePixelRatio);
 
   const options = (chart, width) => {
     const isLog = logs.has(chart.key), fine = printing ? PAPER.fine : 1, font = `${11 * fine}px system-ui`;
@@ -71,7 +73,7 @@
         { label: "epoch", value: (_, value) => short(value) },
         ...chart.curves.map((curve) => ({
           label: curve.label, scale: curve.right ? "y2" : "y", stroke: () => stroke(curve), width: 2 * fine,
-          dash: dashes(curve).map((length) => length * fine), spanGaps: true, value: (_, value) => short(value),
+          dash: dashes(curve, fine), spanGaps: true, value: (_, value) => short(value),
           points: { show: chart.data[0].length <= 40, size: 5 * fine },
         })),
       ],
