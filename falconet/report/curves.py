@@ -47,6 +47,7 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
     """Every chart that has a curve."""
     metric = next((run.metric for run in runs if run.metric != "accuracy"), "accuracy")
     trained = "accuracy" if metric == "accuracy" else "exact"
+    has_scale = _has(runs, "train/loss_scale")
     found = [
         _chart(
             "loss",
@@ -65,14 +66,14 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
         ),
         _chart(
             "lr",
-            "Learning rate" + (" and loss scale" if _has(runs, "train/loss_scale") else ""),
-            "",
+            "Learning rate" + (" and loss scale" if has_scale else ""),
+            "learning rate" if has_scale else "",
             runs,
             [
                 ("learning rate", "validation", _series("train/lr"), False),
                 ("loss scale", "training", _series("train/loss_scale"), True),
             ],
-            right_unit="scale",
+            right_unit="loss scale",
         ),
         _chart(
             "throughput",
