@@ -253,8 +253,10 @@ def test_a_run_without_a_log_point_says_so(tmp_path):
     for name in ("metrics.jsonl", "summary.json"):
         (folder / name).unlink()
     html = page([read_run(folder)])
-    assert "There are no log points yet." in html
+    assert html.count("There are no log points") == 1, "once, not in place of the headline, too"
+    assert "There are no log points." in html
     assert "stopped before its end" in html
+    assert "There are no log points yet." in page([read_run(folder, state="going")])
 
 
 def test_a_run_that_left_how_it_ended_is_shown_so(tmp_path):
