@@ -269,7 +269,7 @@ def test_a_folder_is_a_table_in_which_new_runs_appear(terminal, tmp_path):
         ),
         ("watch no/such/run", "no/such/run: no such folder; expected a run folder, or a folder of runs"),
         ("watch rnu", "rnu: no such folder; expected a run folder, or a folder of runs; did you"),
-        ("watch photos/a.jpg", "photos/a.jpg: Not a directory; expected a run folder, or a folder of runs"),
+        ("watch photos/a.jpg", "photos/a.jpg: a file; expected a run folder, or a folder of runs"),
         ("watch run --port 80", "--port: needs --page"),
         ("watch run --browser", "--browser: needs --page"),
         ("watch run --page --port 70000", "--port"),
