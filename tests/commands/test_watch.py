@@ -250,9 +250,12 @@ def test_a_folder_is_a_table_in_which_new_runs_appear(terminal, tmp_path):
     write_run(tmp_path / "runs/old")
     screen = terminal("watch")
     screen.wait("1 run, 0 under way")
+    screen.wait("q or Ctrl-C leaves")
+    assert "goes on" not in screen.text
     with growing(tmp_path / "runs/new", 3):
         screen.wait("2 runs, 1 under way")
         screen.wait("3/20")
+        screen.wait("q or Ctrl-C leaves; the run goes on")
         screen.press("q")
         code, left, _ = screen.end()
     assert code == 0
