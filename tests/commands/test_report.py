@@ -217,10 +217,13 @@ def test_the_originals_print_what_they_printed_and_have_a_report_too(falconet):
 
 
 def test_plots_are_saved_on_request(falconet):
-    assert falconet(f"train {TINY} --save-plots --run-dir r").code == 0
+    answer = falconet(f"train {TINY} --save-plots --run-dir r")
+    assert answer.code == 0
+    assert "\nplots                r/plots\n" in answer.out
     assert {"loss.png", "loss.pdf", "confusion.png", "calibration.pdf"} <= {p.name for p in Path("r/plots").iterdir()}
     answer = falconet(f"train {TINY} --save-plots --no-report --run-dir none")
     assert "--save-plots" in answer.out  # noted: it has no effect
+    assert "\nplots  " not in answer.out
     assert not Path("none/plots").exists()
 
 
