@@ -55,12 +55,20 @@
       stroke: ink, grid: { stroke: grid, width: fine }, ticks: { stroke: grid, width: fine, size: 10 * fine }, gap: 5 * fine,
       label: label || undefined, labelSize: label ? 18 * fine : 0, labelFont: font, font, ...extra,
     });
+    /* As wide as its longest number, so that 0.00025 is not cut. */
+    const wide = (made, shown, number, round) => {
+      const own = made.axes[number];
+      if (round > 1) return own._size;
+      made.ctx.font = own.font[0];
+      const longest = Math.max(0, ...(shown || []).map((each) => made.ctx.measureText(each).width)) / devicePixelRatio;
+      return Math.max(58 * fine, Math.ceil(longest + own.ticks.size + own.gap));
+    };
     const values = (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick)));
     const scales = { x: { time: false }, y: isLog ? { distr: 3 } : { range: padded } };
     const incrs = isWhole(chart.data[0]) ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000, 10000] } : {};
     const axes = [
       axis("", { size: 50 * fine, space: 50 * fine, values: (_, ticks) => ticks.map((tick) => short(tick)), ...incrs }),
-      axis(chart.unit, { size: 58 * fine, space: 30 * fine, values }),
+      axis(chart.unit, { size: wide, space: 30 * fine, values }),
     ];
     if (chart.right) {
       scales.y2 = { range: chart.share ? whole : padded };
