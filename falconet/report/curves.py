@@ -46,7 +46,11 @@ Part = tuple[str, Role, Callable[[RunFiles], Points], bool]  # label, role, poin
 def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
     """Every chart that has a curve."""
     metric = next((run.metric for run in runs if run.metric != "accuracy"), "accuracy")
-    trained = "accuracy" if metric == "accuracy" else "exact"
+    training = (
+        _metric("training", "train/accuracy")
+        if metric == "accuracy"
+        else ("training, all labels right", "training", _series("train/exact"), False)  # mAP is not measured there
+    )
     has_scale = _has(runs, "train/loss_scale")
     found = [
         _chart(
@@ -62,7 +66,7 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
             "Accuracy" if metric == "accuracy" else "Mean average precision",
             "%",
             runs,
-            [_metric("training", f"train/{trained}"), _metric("validation", f"validation/{metric}"), _ema(metric)],
+            [training, _metric("validation", f"validation/{metric}"), _ema(metric)],
         ),
         _chart(
             "lr",
