@@ -16,7 +16,7 @@ endif
 # What `make install` says at its end: extras of pyproject.toml, and what each is for.
 OPTIONAL := tensorboard 'train --tensorboard: event files for TensorBoard' wandb 'train --wandb: Weights & Biases' \
 	mlflow 'train --mlflow: MLflow' aim 'train --aim: Aim, without -c constraints.txt: it needs an older filelock' \
-	plots 'train --save-plots: PNG and PDF plots' search 'falconet search: Optuna' \
+	plots 'train --save-plots: PNG and PDF plots' nvml 'on NVIDIA GPUs: the energy of a run, and the load in falconet watch' search 'falconet search: Optuna' \
 	export 'falconet export: ONNX' telemetry 'serve --opentelemetry: traces'
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 

@@ -85,7 +85,7 @@ def _tile() -> bytes:
 
 
 TEXT = b"k\0\0" + zlib.compress(bytes(1 << 19))
-PIXELS = "more than 89478485 pixels"
+PIXELS = "more than 89,478,485 pixels"
 # Functions, so that the process that makes the files is not the one whose memory is measured.
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "png of 50,000 x 50,000": (lambda: png(50_000, 50_000, zeros=30 << 20), PIXELS),

@@ -1,12 +1,16 @@
 """`falconet report`: write a page about one run, or about several side by side."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from falconet import writing
 from falconet.config.commands import ReportOptions
 from falconet.config.load import Loaded
-from falconet.errors import ConfigError, DataError, LinkError
+from falconet.errors import ConfigError, DataError, LinkError, printable
 from falconet.report import plots, run_page
 from falconet.report.console import Screen
 from falconet.report.curves import csv_lines
@@ -54,14 +58,31 @@ def _table_beside(target: Path, *, is_own: bool, runs: Sequence[RunFiles]) -> Pa
 
 def _read(folders: Sequence[Path], say: Callable[[str], None]) -> list[RunFiles]:
     """Every run that can be read; of several, what is none is noted and left out."""
-    found = []
+    found = dict[Path, RunFiles]()
     for folder in folders:
         try:
-            found.append(read_run(folder))
+            found[folder.resolve()] = read_run(folder)
         except DataError as error:
+            told = f"{error}{_such(folder)}"
             if len(folders) == 1:
-                raise
-            say(f"left out: {error}")
+                raise DataError(told) from None
+            say(f"left out: {told}")
     if not found:
         raise DataError("none of these is a run folder; expected those that `falconet train` makes")
-    return found
+    return [replace(run, name=_name_among(found, folder)) for folder, run in found.items()]
+
+
+def _such(folder: Path) -> str:
+    """`, such as runs/first` for a folder of runs; of a million photos, the first names say enough."""
+    with contextlib.suppress(OSError), os.scandir(folder) as found:
+        inside = sorted(each.name for each in itertools.islice(found, 1000))
+        return next((f", such as {folder / each}" for each in inside if (folder / each / METRICS).is_file()), "")
+    return ""
+
+
+def _name_among(folders: Collection[Path], folder: Path) -> str:
+    """The shortest end of its path that no other has: `run`, or `monday/run` beside `tuesday/run`."""
+    lengths = range(1, len(folder.parts) + 1)
+    ends = (folder.parts[-length:] for length in lengths)
+    own = next(end for end in ends if sum(each.parts[-len(end) :] == end for each in folders) == 1)
+    return printable(str(Path(*own)))

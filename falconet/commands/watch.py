@@ -30,7 +30,7 @@ from falconet.report.live_site import Site
 LEAST_SECONDS = 1.0  # between two looks
 SHARE = 10  # times as long as a look took, so that looking takes a tenth of a core at most
 STOP = "\x1a"  # Ctrl-Z
-FOOT = "q or Ctrl-C leaves; the run goes on"
+FOOT = "q or Ctrl-C leaves"
 
 
 def run(loaded: Loaded[WatchOptions]) -> int:
@@ -86,7 +86,7 @@ def _draw(folder: Path, console: Lines) -> int:
                 began = time.monotonic()
                 followed = what_is_there(folder) if isinstance(followed, str) else followed
                 frame = _frame(followed, folder, console, rows=console.height - 2)
-                live.update(Group(*frame, Text(), Text(FOOT[: console.width], style="dim")), refresh=True)
+                live.update(Group(*frame, Text(), Text(_foot(followed)[: console.width], style="dim")), refresh=True)
                 # Of what is shown: a run that has ended since is shown once more, as it ended.
                 if isinstance(followed, FollowedRun) and followed.run is not None and followed.run.state == "done":
                     break
@@ -110,6 +110,15 @@ def _frame(followed: FollowedRun | FollowedFolder | str, folder: Path, console: 
     if isinstance(followed, FollowedFolder):
         return dashboard.runs_lines(followed.look(), place, where=folder, left_out=followed.left_out)
     return dashboard.run_lines(followed.look(), place, where=folder, gauges=gpu_driver.gauges())
+
+
+def _foot(followed: FollowedRun | FollowedFolder | str) -> str:
+    """How to leave, and that this ends no run that is under way."""
+    if isinstance(followed, str):
+        return FOOT
+    watched = [followed] if isinstance(followed, FollowedRun) else followed.runs.values()
+    going = sum(each.run is not None and each.run.state == "going" for each in watched)
+    return FOOT if not going else f"{FOOT}; the run goes on" if going == 1 else f"{FOOT}; the runs go on"
 
 
 def _pause(began: float) -> float:

@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from PIL import Image, ImageFile, ImageOps
@@ -51,6 +52,7 @@ class Kind:
     title: str
     meaning: str
     has: Callable[[Copies], bool]
+    differs: Callable[[Photo], str] = attrgetter("path")  # in what two of them, the example, differ
 
 
 KINDS = (
@@ -59,24 +61,28 @@ KINDS = (
         "same file in train and val",
         "Validation asks for what was trained on: the accuracy comes out too high.",
         lambda copies: copies.is_exact and copies.crosses,
+        attrgetter("side"),
     ),
     Kind(
         "near-leak",
         "nearly the same photo in train and val",
         "Resized, compressed or slightly cropped copies make the accuracy too high as well.",
         lambda copies: not copies.is_exact and copies.crosses,
+        attrgetter("side"),
     ),
     Kind(
         "conflict",
         "same file under several classes",
         "At most one of the labels can be right.",
         lambda copies: copies.is_exact and copies.conflicts,
+        attrgetter("label"),
     ),
     Kind(
         "near-conflict",
         "nearly the same photo under several classes",
         "Probably one of the labels is wrong.",
         lambda copies: not copies.is_exact and copies.conflicts,
+        attrgetter("label"),
     ),
     Kind(
         "duplicate",
@@ -105,7 +111,7 @@ def lines(checked: Checked) -> list[str]:
     for finding in (*findings.broken, *findings.remarks):
         rows.append((_title(finding), f"{len(finding.photos):,}", _examples(finding)))
     for kind, own in _by_kind(findings):
-        examples = " = ".join(photo.path for photo in _spread(own[0])[:MOST_EXAMPLES])
+        examples = " = ".join(photo.path for photo in _pair(own[0], kind))
         more = f" and {counted(len(own) - 1, 'more group')}" if len(own) > 1 else ""
         rows.append((kind.title, f"{len(own):,}", f"{examples}{more}"))
     for each in _class_findings(findings):
@@ -120,6 +126,12 @@ def lines(checked: Checked) -> list[str]:
         *(f"  {what:<{wide}}  {count:>{narrow}}  {words}" for what, count, words in rows),
         *_remaining(checked),
     ]
+
+
+def _pair(copies: Copies, kind: Kind) -> tuple[Photo, Photo]:
+    """Two copies that show what the kind states, such as one that trains and one that validates."""
+    first, *others = copies.photos
+    return first, next((photo for photo in others if kind.differs(photo) != kind.differs(first)), others[0])
 
 
 def _head(checked: Checked) -> str:

@@ -258,7 +258,7 @@ def look(paths: list[bytes]) -> Looked:
     sizes, states = _look_by_python(paths) if library is None else library.look(paths)
     limit, reasons = Image.MAX_IMAGE_PIXELS or MOST_PIXELS, dict[int, str]()
     reasons |= dict.fromkeys(
-        np.flatnonzero(sizes.prod(axis=1, dtype=np.int64) > limit).tolist(), f"more than {limit} pixels"
+        np.flatnonzero(sizes.prod(axis=1, dtype=np.int64) > limit).tolist(), f"more than {limit:,} pixels"
     )
     for number in np.flatnonzero(states != State.WHOLE).tolist():
         path = Path(os.fsdecode(paths[number]))

@@ -123,11 +123,13 @@ def use_image(
                 raise Image.DecompressionBombError
             return use(image)
     except BOMBS:
-        raise UnreadableImageError(f"more than {limit} pixels") from None
+        raise UnreadableImageError(f"more than {limit:,} pixels") from None
     except UnidentifiedImageError:
         raise UnreadableImageError(_why_unidentified(file)) from None
     except OSError as error:
-        raise UnreadableImageError(_os_reason(error)) from None
+        reason = _os_reason(error)
+        is_cut = reason.startswith("damaged") and _is_cut_webp(file)
+        raise UnreadableImageError("truncated" if is_cut else reason) from None
     except DAMAGE as error:
         raise UnreadableImageError(f"damaged: {_one_line(error)}") from None
 
@@ -154,6 +156,14 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _why_unidentified(file: BinaryIO) -> str:
     return "empty file" if file.seek(0, os.SEEK_END) == 0 else "not an image"
+
+
+def _is_cut_webp(file: BinaryIO) -> bool:
+    """Whether a WebP file is shorter than it states: its decoder only says that it could not be made."""
+    file.seek(0)
+    head = file.read(12)
+    is_webp = head[:4] == b"RIFF" and head[8:] == b"WEBP"
+    return is_webp and file.seek(0, os.SEEK_END) < 8 + int.from_bytes(head[4:8], "little")
 
 
 def _os_reason(error: OSError) -> str:

@@ -24,6 +24,7 @@ OPTIONAL = {  # by extra: packages that stand for it
     "mlflow": "mlflow-skinny",
     "aim": "aim",
     "plots": "matplotlib",
+    "nvml": "nvidia-ml-py",
     "search": "optuna",
     "serve": "aiohttp",
     "export": "onnx",

@@ -57,6 +57,7 @@ class Answers:
     checkpoint: str = ""
     epoch: str = ""
     update: int | None = None
+    images: int  # which is not the sum over the classes if they have several labels
     classes: Sequence[ClassResult]
     cells: Sequence[tuple[int, int, int]] = ()  # of the confusion matrix: label, predicted, images
     bins: Sequence[Bin] = ()
@@ -93,6 +94,7 @@ def read_answers(content: Mapping[str, Any]) -> Answers | None:
         checkpoint=text(content.get("checkpoint")),
         epoch=text(content.get("epoch")),
         update=count(content.get("update")) or None,
+        images=count(content.get("images")) or sum(each.images for each in classes),
         classes=classes,
         cells=list(_cells(cells, classes=len(classes))),
         bins=list(_bins(calibration.get("bins"))) if isinstance(calibration, dict) else [],

@@ -297,9 +297,9 @@ class Counting:
         self._bar = Bar(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
-            TextColumn("{task.completed:,.0f}"),
+            TextColumn("{task.completed:,.0f}" + (f" of {total:,}" if total is not None else "")),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            *([TextColumn("eta"), TimeRemainingColumn()] if total is not None else []),
             console=self._console,
             transient=True,
             disable=quiet or not self._console.is_terminal,

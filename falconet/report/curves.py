@@ -46,7 +46,12 @@ Part = tuple[str, Role, Callable[[RunFiles], Points], bool]  # label, role, poin
 def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
     """Every chart that has a curve."""
     metric = next((run.metric for run in runs if run.metric != "accuracy"), "accuracy")
-    trained = "accuracy" if metric == "accuracy" else "exact"
+    training = (
+        _metric("training", "train/accuracy")
+        if metric == "accuracy"
+        else ("training, all labels right", "training", _series("train/exact"), False)  # mAP is not measured there
+    )
+    has_scale = _has(runs, "train/loss_scale")
     found = [
         _chart(
             "loss",
@@ -61,18 +66,18 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
             "Accuracy" if metric == "accuracy" else "Mean average precision",
             "%",
             runs,
-            [_metric("training", f"train/{trained}"), _metric("validation", f"validation/{metric}"), _ema(metric)],
+            [training, _metric("validation", f"validation/{metric}"), _ema(metric)],
         ),
         _chart(
             "lr",
-            "Learning rate" + (" and loss scale" if _has(runs, "train/loss_scale") else ""),
-            "",
+            "Learning rate" + (" and loss scale" if has_scale else ""),
+            "learning rate" if has_scale else "",
             runs,
             [
                 ("learning rate", "validation", _series("train/lr"), False),
                 ("loss scale", "training", _series("train/loss_scale"), True),
             ],
-            right_unit="scale",
+            right_unit="loss scale",
         ),
         _chart(
             "throughput",

@@ -94,6 +94,8 @@ def what_is_there(folder: Path) -> FollowedRun | FollowedFolder | str:
             if folder == folders.home(RUNS):  # the first run makes it
                 return f"{folder} does not exist yet"
             raise DataError(f"{folder}: no such folder; expected a run folder, or a folder of runs{_near(folder)}")
+        if folder.is_file():
+            raise DataError(f"{folder}: a file; expected a run folder, or a folder of runs")
         with ForeignFolder(folder) as files:
             if is_run(files):
                 return FollowedRun(folder)

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver tells about the GPUs of this machine, through `pynvml` if that is installed."""
+"""What NVIDIA's driver tells about the GPUs of this machine, if the extra `nvml` is installed."""
 
 import importlib
 from collections.abc import Callable

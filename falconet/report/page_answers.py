@@ -15,8 +15,7 @@ WIDTH, HEIGHT, LEFT, BELOW = 340, 300, 40, 36  # of the reliability diagram, and
 def answers_part(answers: Answers, *, matrix: str) -> str:
     """All of it; `matrix`: the element in which the script draws the confusion matrix."""
     epoch = f" after epoch {answers.epoch}" if answers.epoch else ""
-    images = sum(each.images for each in answers.classes)
-    which = f"The best validation{epoch}, of {counted(images, 'image')}."
+    which = f"The best validation{epoch}, of {counted(answers.images, 'image')}."
     if answers.checkpoint:
         which += f" Checkpoint: {answers.checkpoint}."
     parts = [f"<p>{inert(which)}</p>", _class_table(answers)]

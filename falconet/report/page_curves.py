@@ -18,7 +18,8 @@ def curves_section(charts: str, numbers: str) -> str:
 
 def figures(runs: Sequence[RunFiles], charts: Sequence[Chart]) -> str:
     if not charts:
-        return "<p>There are no log points yet.</p>"
+        yet = " yet" if any(run.state == "going" for run in runs) else ""
+        return f"<p>There are no log points{yet}.</p>"
     drawn = "".join(_figure(chart, several=len(runs) > 1) for chart in charts)
     return f'<div class="charts">{drawn}</div>'
 

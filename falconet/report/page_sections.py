@@ -43,7 +43,7 @@ def sections_of(run: RunFiles, prefix: str) -> dict[str, str]:
 def _seen(run: RunFiles) -> str:
     if run.seen is None:
         return ""
-    words = f"Images of update {run.seen.update:,} as the network got them: cropped, augmented and mixed."
+    words = f"Images of update {run.seen.update:,} as the network got them, after all augmentation."
     return f"<p>{inert(words)}</p>{tiles(run.seen.pictures)}"
 
 

@@ -79,8 +79,7 @@ def _draw(chart: Chart, figure: "Figure", *, several: bool) -> None:
     _tick_epochs(chart, axes)
     if right is not None:
         right.set_ylabel(chart.right_unit)
-        if chart.is_share:
-            right.set_ylim(0, 100)
+        right.set_ylim(0, 100 if chart.is_share else None)  # else a constant scale of 1 is drawn from 0.95 to 1.05
     if chart.from_zero:
         axes.set_ylim(bottom=0)
     # Below the axes: within them it would cover curves of one scale or the other.

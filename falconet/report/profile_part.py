@@ -330,7 +330,7 @@ def _memory_chart(profile: Profile) -> str:
     )
     side = "right" if across > 50 else "left"
     words = (
-        f"Peak {_bytes(curve.peak)}, {_ms(curve.peak_at)} after the begin, in {curve.peak_in}."
+        f"Peak {_bytes(curve.peak)}, {_ms(curve.peak_at)} after its start, in {curve.peak_in}."
         + (f" {_bytes(low)} were allocated before." if curve.is_whole else "")
         + (
             " In the order in which the host allocates; the kernels run later."

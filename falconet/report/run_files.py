@@ -145,7 +145,7 @@ def read_run(folder: Path, *, state: State | None = None) -> RunFiles:
 def opened(folder: Path, known: dict[str, Known] | None = None) -> ForeignFolder:
     """The files of a run folder; DataError if it is none. `known`: what was read of it before."""
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; expected a run folder")
+        raise DataError(f"{folder}: {'a file' if folder.is_file() else 'no such folder'}; expected a run folder")
     try:
         files = ForeignFolder(folder, known)
     except OSError as error:

@@ -30,9 +30,9 @@ def beside(left: Sequence[str], right: Sequence[str], *, width: int = WIDTH) -> 
 
 def plots(run: RunFiles, *, width: int = WIDTH, height: int = HEIGHT) -> list[list[str]]:
     """The loss, and what validations measure if there was one, so many characters wide and high beside their scales."""
-    trained = "train/accuracy" if run.metric == "accuracy" else "train/exact"
+    trained = ["train/accuracy"] if run.metric == "accuracy" else []  # training has nothing on the scale of mAP
     losses = [thinned(run.series(name), 8 * width) for name in ("validation/loss", "train/loss")]
-    scores = [thinned(run.series(name), 8 * width) for name in (f"validation/{run.metric}", trained)]
+    scores = [thinned(run.series(name), 8 * width) for name in (f"validation/{run.metric}", *trained)]
     if max(map(len, losses), default=0) < 2:
         return []
     is_log = all(value > 0 for points in losses for _, value in points)

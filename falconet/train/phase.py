@@ -207,6 +207,7 @@ def train_phase(
         whole=watch.log.seconds,
         seconds=watch.log.seconds_of(rate, validation=watch.validation.seconds),
         joules=joules,
+        draws=built.phase.is_last and built.options.logging.save_plots,
     )
     if handed:
         ending = ending.after(handed.ending)

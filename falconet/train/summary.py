@@ -11,7 +11,7 @@ from pathlib import Path
 from falconet import writing
 from falconet.checkpoint import format
 from falconet.errors import CheckpointError
-from falconet.report import terminal_plot
+from falconet.report import plots, terminal_plot
 from falconet.report.console import counted
 from falconet.report.epochs import BEST, Metric, in_short, span
 from falconet.report.gpu_driver import joules_in_words
@@ -36,6 +36,7 @@ class Ending:
     seconds: Mapping[str, float] = field(default_factory=dict)  # by what took them
     joules: float | None = None  # that all devices used; None: they do not tell
     report: Path | None = None  # None: there is none
+    draws: bool = False  # plots beside it
 
     def after(self, before: "Ending") -> "Ending":
         """With what the phases before took."""
@@ -126,6 +127,8 @@ def _told(folder: Path, log: Log, ending: Ending) -> dict[str, str]:
         lines["best checkpoint"] = str(chosen.folder)
     if ending.report:
         lines["report"] = str(ending.report)
+        if ending.draws:
+            lines["plots"] = str(ending.report.with_name(plots.FOLDER))
     lines["run folder"] = str(folder)
     if ending.is_last and log.plan.validation_mode != "none":
         is_inside = ending.checkpoints in (folder, folder / "checkpoints")

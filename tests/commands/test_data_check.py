@@ -61,6 +61,21 @@ def test_everything_is_in_the_table_the_list_and_the_json(falconet, odd):
     assert [photo["part"] for photo in found["copies"]["leak"][0]] == ["train", "val"]
 
 
+def test_the_example_of_copies_shows_what_is_stated_of_them(falconet, tmp_path):
+    (tmp_path / "photos/train/cat").mkdir(parents=True)
+    for place in ("train/bird", "train/dog", "val/bird", "val/dog", "val/cat"):
+        (tmp_path / "photos" / place).mkdir(parents=True)
+    photo = layouts.encoded(odd_photos.sample("chelsea"))
+    for path in ("train/bird/1", "train/bird/2", "train/dog/3", "val/dog/4"):
+        (tmp_path / f"photos/{path}.jpg").write_bytes(photo)
+    for number, name in enumerate(("coffee", "astronaut", "rocket")):
+        place = ("train/cat", "val/bird", "val/cat")[number]
+        (tmp_path / f"photos/{place}/a.jpg").write_bytes(layouts.encoded(odd_photos.sample(name)))
+    out = falconet("data check photos").out
+    assert "same file in train and val       1  photos/train/bird/1.jpg = photos/val/dog/4.jpg\n" in out
+    assert "same file under several classes  1  photos/train/bird/1.jpg = photos/train/dog/3.jpg\n" in out
+
+
 def test_every_photo_cut_at_256_kib_is_found_and_named(falconet, tmp_path):
     root = layouts.class_folders(tmp_path / "photos", train=40, ending=".jpg")
     whole = odd_photos.large_jpeg(1)

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,6 +114,19 @@ def test_the_machine_is_described_with_its_memory_instructions_libraries_and_dis
         r"^disk of .* reads [\d,]+ MB/s in sequence and [\d,]+ photos of 128 KiB/s at random", answer.out, re.M
     )
     assert list(Path.cwd().iterdir()) == [], "the file is gone"
+
+
+def test_every_optional_part_is_listed_by_doctor_and_by_make_install():
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name in ("test", "lint"):  # of those who work on Falconet
+        del extras[name]
+    packages = {re.match("[a-z-]+", line)[0] for each in extras.values() for line in each}
+    assert machine_facts.OPTIONAL.keys() == extras.keys()
+    assert set(machine_facts.OPTIONAL.values()) <= packages
+    stated = re.search(r"^OPTIONAL := ((?:.*\\\n)*.*)$", (root / "Makefile").read_text(), re.M)[1]
+    named = shlex.split(stated.replace("\\\n", " "))[::2]
+    assert {*named, "serve"} == extras.keys(), "serve is installed already"
 
 
 @pytest.mark.parametrize(

@@ -217,10 +217,13 @@ def test_the_originals_print_what_they_printed_and_have_a_report_too(falconet):
 
 
 def test_plots_are_saved_on_request(falconet):
-    assert falconet(f"train {TINY} --save-plots --run-dir r").code == 0
+    answer = falconet(f"train {TINY} --save-plots --run-dir r")
+    assert answer.code == 0
+    assert "\nplots                r/plots\n" in answer.out
     assert {"loss.png", "loss.pdf", "confusion.png", "calibration.pdf"} <= {p.name for p in Path("r/plots").iterdir()}
     answer = falconet(f"train {TINY} --save-plots --no-report --run-dir none")
     assert "--save-plots" in answer.out  # noted: it has no effect
+    assert "\nplots  " not in answer.out
     assert not Path("none/plots").exists()
 
 
@@ -282,12 +285,25 @@ def test_several_runs_share_a_page_and_what_is_none_is_named(falconet, tmp_path)
     assert not Path("a/report.html").exists()
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(falconet, tmp_path):
+    for place in ("monday/run", "tuesday/run", "tuesday/other"):
+        write_run(tmp_path / place)
+    assert falconet("report monday/run tuesday/run tuesday/other tuesday/run --output page.html").code == 0
+    html = Path("page.html").read_text()
+    assert '<p class="about">monday/run, tuesday/run, other</p>' in html
+    assert "monday/run: training" in html
+    with Path("page.csv").open(newline="") as file:
+        assert {row["run"] for row in csv.DictReader(file)} == {"monday/run", "tuesday/run", "other"}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     {
         "report": "expected one or more run folders, as in `falconet report runs/my-run`",
         "report nowhere": "nowhere: no such folder; expected a run folder",
         "report empty": "empty: not a run folder; expected one with config.yaml and metrics.jsonl",
+        "report .": ".: not a run folder; expected one with config.yaml and metrics.jsonl, such as run",
+        "report run/config.yaml": "run/config.yaml: a file; expected a run folder",
         "report empty empty": "none of these is a run folder; expected those that `falconet train` makes",
         "report run --output nowhere/page.html": "--output: cannot write nowhere/page.html: No such file or directory",
     }.items(),

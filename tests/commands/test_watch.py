@@ -250,9 +250,12 @@ def test_a_folder_is_a_table_in_which_new_runs_appear(terminal, tmp_path):
     write_run(tmp_path / "runs/old")
     screen = terminal("watch")
     screen.wait("1 run, 0 under way")
+    screen.wait("q or Ctrl-C leaves")
+    assert "goes on" not in screen.text
     with growing(tmp_path / "runs/new", 3):
         screen.wait("2 runs, 1 under way")
         screen.wait("3/20")
+        screen.wait("q or Ctrl-C leaves; the run goes on")
         screen.press("q")
         code, left, _ = screen.end()
     assert code == 0
@@ -269,7 +272,7 @@ def test_a_folder_is_a_table_in_which_new_runs_appear(terminal, tmp_path):
         ),
         ("watch no/such/run", "no/such/run: no such folder; expected a run folder, or a folder of runs"),
         ("watch rnu", "rnu: no such folder; expected a run folder, or a folder of runs; did you"),
-        ("watch photos/a.jpg", "photos/a.jpg: Not a directory; expected a run folder, or a folder of runs"),
+        ("watch photos/a.jpg", "photos/a.jpg: a file; expected a run folder, or a folder of runs"),
         ("watch run --port 80", "--port: needs --page"),
         ("watch run --browser", "--browser: needs --page"),
         ("watch run --page --port 70000", "--port"),

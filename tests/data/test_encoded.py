@@ -163,7 +163,7 @@ def test_limits_are_inclusive(decoder):
         small.decode(PHOTOS["png"] + b"\0", prepared())
     strict = PhotoDecoder(most_pixels=83 * 61 - 1)
     for name in ("png", "4:2:0", "progressive", "webp", "gif", "bmp", "tiff"):
-        with pytest.raises(UnreadableImageError, match=r"^more than 5062 pixels$"):
+        with pytest.raises(UnreadableImageError, match=r"^more than 5,062 pixels$"):
             strict.decode(PHOTOS[name], prepared())
 
 

@@ -111,7 +111,7 @@ def test_a_missing_file_and_one_of_another_kind_are_named(tmp_path):
 def test_a_photo_with_too_many_pixels_is_refused_by_its_header(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5000)
     found = checked(source(tmp_path, {"1.jpg": encoded("JPEG"), "2.jpg": encoded("JPEG", width=50, height=50)}))
-    assert found.reasons == {0: "more than 5000 pixels"}
+    assert found.reasons == {0: "more than 5,000 pixels"}
 
 
 @pytest.fixture

@@ -85,18 +85,24 @@ def test_the_first_frame_of_an_animation_is_read(tmp_path):
     assert np.asarray(open_rgb(path))[0, 0].tolist() == [255, 0, 0]
 
 
-def jpeg_bytes():
+def encoded(kind):
     buffer = io.BytesIO()
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(buffer, "JPEG", quality=95)
+    Image.fromarray(noise).save(buffer, kind, quality=95)
     return buffer.getvalue()
+
+
+WEBP = encoded("WEBP")
 
 
 BROKEN = {
     "empty.jpg": (b"", "empty file"),
     "page.jpg": (b"<html>404</html>", "not an image"),
-    "half.jpg": (jpeg_bytes()[:3000], "truncated"),
-    "header.jpg": (jpeg_bytes()[:20], None),
+    "half.jpg": (encoded("JPEG")[:3000], "truncated"),
+    "header.jpg": (encoded("JPEG")[:20], None),
+    "cut.webp": (WEBP[:-20], "truncated"),
+    "early.webp": (WEBP[:40], "truncated"),
+    "wrong.webp": (WEBP[:20] + bytes(len(WEBP) - 20), "damaged: could not create decoder object"),
     "cut.png": (b"\x89PNG\r\n\x1a\n\x00\x00", None),
     "texture.jpg": (b"DDS " + (124).to_bytes(4, "little") + bytes(120), None),  # Pillow says that it is not implemented
 }
@@ -145,7 +151,7 @@ def test_a_missing_file_gets_the_systems_reason(tmp_path):
 def test_a_decompression_bomb_is_refused_at_the_first_limit(tmp_path, monkeypatch):
     path = written(tmp_path / "a.png", Image.fromarray(gradient()))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # the image has 1200: Pillow would only warn
-    with pytest.raises(UnreadableImageError, match="more than 1000 pixels"):
+    with pytest.raises(UnreadableImageError, match="more than 1,000 pixels"):
         open_rgb(path)
 
 

@@ -204,7 +204,7 @@ def test_sixteen_bits_of_three_channels_are_noted(tmp_path):
         "truncated": "truncated",
         "Permission denied": "unreadable",
         "damaged: broken data stream": "damaged",
-        "more than 5000 pixels": "too-large",
+        "more than 5,000 pixels": "too-large",
         "a pipe, not a file": "unreadable",
     }.items(),
 )

@@ -1,5 +1,6 @@
 """Counters print a line now and then without a terminal, and nothing when quiet."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,15 @@ def test_a_terminal_shows_a_bar(clock, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TERM", "xterm")  # not a dumb terminal
-    with Counting("listing photos", total=10) as count:
+    with Counting("listing photos", total=5000) as count:
         clock[0] = 1
-        count.add(4)
-    assert "listing photos" in capsys.readouterr().err
+        count.add(1244)
+    shown = capsys.readouterr().err
+    assert "listing photos" in shown
+    assert "1,244 of 5,000" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    with Counting("listing") as count:
+        clock[0] = 2
+        count.add(1244)
+    shown = capsys.readouterr().err
+    assert "1,244" in shown
+    assert "eta" not in shown, "without a total there is no end"

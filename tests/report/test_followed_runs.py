@@ -174,7 +174,7 @@ def test_what_can_become_a_run_is_waited_for_and_the_rest_refused(tmp_path, monk
     write_run(tmp_path / "runs/first")
     assert isinstance(what_is_there(Path("runs")), FollowedFolder)
     assert isinstance(what_is_there(Path("runs/first")), FollowedRun)
-    with pytest.raises(DataError, match="Not a"):
+    with pytest.raises(DataError, match="a file; expected a run folder, or a folder of runs"):
         what_is_there(Path("runs/first/config.yaml"))
 
 

@@ -1,6 +1,7 @@
 """Plots for papers and chats: PNG and PDF files of every chart, of any names."""
 
 import builtins
+import json
 
 import pytest
 from matplotlib.figure import Figure
@@ -9,7 +10,7 @@ from PIL import Image
 from falconet.errors import ConfigError, LinkError
 from falconet.report import plots
 from falconet.report.run_files import read_run
-from report_runs import write_run
+from report_runs import lines, write_run
 
 NAMES = ["accuracy", "calibration", "confusion", "loss", "lr", "memory", "throughput"]
 
@@ -54,6 +55,18 @@ def test_a_long_curve_has_no_marks_and_one_point_is_seen(tmp_path):
     runs = [read_run(write_run(tmp_path / name, epochs=epochs)) for name, epochs in (("a", 1), ("b", 50))]
     marks = [line.get_marker() for line in drawn(runs)["loss"].axes[0].get_lines()]
     assert marks == ["o", "o", "None", "None"]
+
+
+def test_the_axes_of_the_learning_rate_and_of_the_loss_scale_have_their_names(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert drawn([read_run(folder)])["lr"].axes[0].get_ylabel() == "learning rate"
+    points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    scaled = [point | {"train/loss_scale": 1.0} if "train/loss" in point else point for point in points]
+    (folder / "metrics.jsonl").write_text(lines(scaled))
+    left, right = drawn([read_run(folder)])["lr"].axes
+    assert [left.get_title(), left.get_ylabel()] == ["Learning rate and loss scale", "learning rate"]
+    assert right.get_ylabel() == "loss scale"
+    assert right.get_ylim()[0] == 0, "a scale that stays at 1 is a line at 1, not one between 0.95 and 1.05"
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])

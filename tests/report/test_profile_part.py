@@ -65,7 +65,7 @@ def test_the_names_of_torchs_kernels_are_short():
 
 def test_the_memory_has_its_peak_and_phases():
     html = part()
-    assert "Peak 3 GiB, 4 ms after the begin, in conv1, backward. 1 GiB were allocated before." in words(html)
+    assert "Peak 3 GiB, 4 ms after its start, in conv1, backward. 1 GiB were allocated before." in words(html)
     assert re.findall(r'<span class="(\w+)" style="left:([\d.]+)%;width:([\d.]+)%', html) == [
         ("forward", "0.00", "50.00"),
         ("backward", "50.00", "37.50"),

@@ -14,7 +14,7 @@ from falconet.report.curves import MOST_POINTS, charts_of, csv_lines, epoch_rows
 from falconet.report.results import MIXED, OUTPUTS, differences, is_mixed, results_of
 from falconet.report.run_files import read_run
 from falconet.report.run_page import page
-from report_runs import answers, lines, metrics, write_run
+from report_runs import answers, lines, metrics, several_labels, write_run
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e"
 
@@ -248,13 +248,24 @@ def test_a_chart_is_described_in_words(tmp_path):
     assert loss.can_be_log
 
 
+def test_photos_with_several_labels_are_counted_once_and_training_is_not_said_to_have_their_precision(tmp_path):
+    folder = several_labels(tmp_path / "run")
+    run = read_run(folder)
+    assert "of 25 images." in page([run])
+    (chart,) = [each for each in charts_of([run]) if each.key == "accuracy"]
+    assert chart.title == "Mean average precision"
+    assert [curve.label for curve in chart.curves] == ["training, all labels right", "validation"]
+
+
 def test_a_run_without_a_log_point_says_so(tmp_path):
     folder = write_run(tmp_path / "run")
     for name in ("metrics.jsonl", "summary.json"):
         (folder / name).unlink()
     html = page([read_run(folder)])
-    assert "There are no log points yet." in html
+    assert html.count("There are no log points") == 1, "once, not in place of the headline, too"
+    assert "There are no log points." in html
     assert "stopped before its end" in html
+    assert "There are no log points yet." in page([read_run(folder, state="going")])
 
 
 def test_a_run_that_left_how_it_ended_is_shown_so(tmp_path):

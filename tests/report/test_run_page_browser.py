@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 
 from falconet.report import run_page
 from falconet.report.run_files import read_run
-from report_runs import answers, profile, write_run
+from report_runs import answers, lines, profile, write_run
 from served import LIMIT
 
 pytestmark = pytest.mark.dist
@@ -67,6 +67,19 @@ def test_every_chart_and_the_matrix_are_drawn(visit, tmp_path):
     assert "0,114,178" in colours(page, "#r0-matrix")
     assert page.locator(".reliability .bin").count() == 2
     assert all(page.locator("img").evaluate_all("all => all.map((each) => each.naturalWidth > 0)"))
+
+
+@pytest.mark.parametrize("pixels", [1, 2, 3])  # per point
+def test_dashes_are_as_long_on_a_fine_screen(visit, tmp_path, pixels):
+    spy = """
+        window.dashed = [];
+        const own = CanvasRenderingContext2D.prototype.setLineDash;
+        CanvasRenderingContext2D.prototype.setLineDash = function (lengths) {
+            window.dashed.push(lengths.join()); own.call(this, lengths);
+        };
+    """
+    page = visit(write_run(tmp_path / "run"), script=spy, device_scale_factor=pixels)
+    assert f"{5 * pixels},{4 * pixels}" in page.evaluate("window.dashed")
 
 
 def test_a_scale_becomes_logarithmic_and_back(visit, tmp_path):
@@ -259,6 +272,20 @@ BELOW = """
 def test_a_short_run_has_ticks_at_whole_epochs(visit, tmp_path, epochs, ticks):
     page = visit(write_run(tmp_path / "run", epochs=epochs), script=BELOW)
     assert {text for place, text in page.evaluate("below") if place == "chart-loss"} == ticks
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_long_numbers_beside_an_axis_are_not_cut(visit, tmp_path, width):
+    folder = write_run(tmp_path / "run")
+    points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    small = [point | {"train/lr": 0.000125 * point["epoch"]} if "train/lr" in point else point for point in points]
+    (folder / "metrics.jsonl").write_text(lines(small))
+    page = visit(folder, width=width)
+    edge = """element => {
+        const canvas = element.querySelector("canvas");
+        return canvas.getContext("2d").getImageData(0, 0, 1, canvas.height).data.some((value) => value > 0);
+    }"""
+    assert not page.locator("#chart-lr").evaluate(edge), "a number touches the edge"
 
 
 def test_a_part_of_an_epoch_has_ticks_within_it(visit, tmp_path):

@@ -10,7 +10,7 @@ from falconet.report import terminal_plot
 from falconet.report.console import Screen
 from falconet.report.run_files import read_run
 from falconet.report.terminal_plot import BLANK, HEIGHT, MARGIN, WIDTH
-from report_runs import write_run
+from report_runs import several_labels, write_run
 
 
 def dots(rows):
@@ -62,3 +62,10 @@ def test_it_is_for_wide_terminals_that_have_the_characters(monkeypatch, terminal
     monkeypatch.setenv("TERM", "xterm")
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     assert Screen(Console(file=file, force_terminal=terminal, width=width)).is_drawable == drawn
+
+
+def test_the_plot_of_mean_average_precision_is_of_validations_alone(tmp_path):
+    """Training measures how often all labels are right, which would be drawn as a much lower precision."""
+    _, right = terminal_plot.plots(read_run(several_labels(tmp_path / "run")))
+    assert right[0].strip() == "mAP, %"
+    assert (right[1].split()[0], right[HEIGHT].split()[0]) == ("80", "40")  # of the training it is 50 to 83

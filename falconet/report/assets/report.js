@@ -39,7 +39,9 @@
   };
   /* Epochs are counted whole, unless there is only a part of one to show. */
   const isWhole = (epochs) => epochs[epochs.length - 1] - epochs[0] >= 1 || epochs.every(Number.isInteger);
-  const dashes = (curve) => (curve.role === "training" ? [5, 4] : curve.role === "average" ? [2, 2] : []);
+  /* In points: the chart library takes them as pixels, of which a fine screen, such as a phone's, has several per point. */
+  const DASHES = { training: [5, 4], average: [2, 2] };
+  const dashes = (curve, fine) => (DASHES[curve.role] || []).map((length) => length * fine * devicePixelRatio);
 
   const options = (chart, width) => {
     const isLog = logs.has(chart.key), fine = printing ? PAPER.fine : 1, font = `${11 * fine}px system-ui`;
@@ -53,12 +55,20 @@
       stroke: ink, grid: { stroke: grid, width: fine }, ticks: { stroke: grid, width: fine, size: 10 * fine }, gap: 5 * fine,
       label: label || undefined, labelSize: label ? 18 * fine : 0, labelFont: font, font, ...extra,
     });
+    /* As wide as its longest number, so that 0.00025 is not cut. */
+    const wide = (made, shown, number, round) => {
+      const own = made.axes[number];
+      if (round > 1) return own._size;
+      made.ctx.font = own.font[0];
+      const longest = Math.max(0, ...(shown || []).map((each) => made.ctx.measureText(each).width)) / devicePixelRatio;
+      return Math.max(58 * fine, Math.ceil(longest + own.ticks.size + own.gap));
+    };
     const values = (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick)));
     const scales = { x: { time: false }, y: isLog ? { distr: 3 } : { range: padded } };
     const incrs = isWhole(chart.data[0]) ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000, 10000] } : {};
     const axes = [
       axis("", { size: 50 * fine, space: 50 * fine, values: (_, ticks) => ticks.map((tick) => short(tick)), ...incrs }),
-      axis(chart.unit, { size: 58 * fine, space: 30 * fine, values }),
+      axis(chart.unit, { size: wide, space: 30 * fine, values }),
     ];
     if (chart.right) {
       scales.y2 = { range: chart.share ? whole : padded };
@@ -71,7 +81,7 @@
         { label: "epoch", value: (_, value) => short(value) },
         ...chart.curves.map((curve) => ({
           label: curve.label, scale: curve.right ? "y2" : "y", stroke: () => stroke(curve), width: 2 * fine,
-          dash: dashes(curve).map((length) => length * fine), spanGaps: true, value: (_, value) => short(value),
+          dash: dashes(curve, fine), spanGaps: true, value: (_, value) => short(value),
           points: { show: chart.data[0].length <= 40, size: 5 * fine },
         })),
       ],
