@@ -3,10 +3,9 @@
     python bench/decode_device.py FOLDER                 any folder of JPEG files, flat or not
     python bench/decode_device.py FOLDER --images 8192 --workers 2 4 8 16
 
-`torchvision alone` decodes files that are already in memory, without cropping or resizing; bench/decode_beside.py does
-that with Falconet's own binding. `loader` is the whole path to batches of 256 on the device, with that many threads:
-the device's decoder, and the native one with its copies. Every photo comes from the page cache. `agreement` is the PSNR
-against Pillow, in dB, of random crops at 224 x 224.
+`nvJPEG alone` decodes files that are already in memory, without cropping or resizing. `loader` is the whole path to
+batches of 256 on the device, with that many threads: the device's decoder, and the native one with its copies. Every
+photo comes from the page cache. `agreement` is the PSNR against Pillow, in dB, of random crops at 224 x 224.
 """
 
 import argparse
@@ -23,8 +22,7 @@ from PIL import Image
 from falconet.data import native
 from falconet.data.buffers import Buffers, PixelRows, RowReader
 from falconet.data.crops import Crops
-from falconet.data.gpu import DeviceBuffers, DeviceRows
-from falconet.data.gpu_decoders import decode_jpegs, describe
+from falconet.data.gpu import DeviceBuffers, DeviceRows, decode_jpegs
 from falconet.data.image_files import BadImages
 from falconet.data.loader import BatchShape, Loader, Resources
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
@@ -118,12 +116,12 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, torchvision {torchvision.__version__}")
     library = native.library()
-    print(f"native decoder: {library.processor if library else native.why_not()}; on the device: {describe(DEVICE)}")
+    print(f"native decoder: {library.processor if library else native.why_not()}")
     source = repeated(args.folder, args.images)
     distinct = len({source.path(index) for index in range(len(source))})
     agreement(source, min(distinct, 512))
     for portion in args.portions:
-        print(f"torchvision alone, {portion:3} at once: {nvjpeg_alone(source, portion):8.0f} photos/s")
+        print(f"nvJPEG alone, {portion:3} at once: {nvjpeg_alone(source, portion):8.0f} photos/s")
     host = reader_for(source, crops=CROPS, bad=bad())
     for workers in args.workers:
         rates: dict[str, list[float]] = {}

@@ -2,16 +2,15 @@
 
     python bench/from_files.py FOLDER                                any folder of JPEG files, flat or not
     python bench/from_files.py FOLDER --models resnet50:512 mobilenet-v3-large:512 --kinds files-cpu marked-cuda
-    python bench/from_files.py FOLDER --models mobilenet-v3-large:512 --kinds files-cpu files-both:0.4 files-both:0.5
     python bench/from_files.py FOLDER --device cpu --images 256 --models resnet18:16 --options="--image-size 64"
 
 Each measurement is `falconet train` with a model and its micro-batch, from files, from files with restart markers,
 from files as `falconet data pack --resize 320` stores them, or from shards that `falconet data pack` made of them,
-decoded by --decode-device cpu, cuda, or both with a --decode-share. The kinds take turns in one process per model, so
-that a change in the machine's speed affects all of them. The photos are linked repeatedly until there are --images, and
-come from the page cache. The first quarter of the updates is warm-up and not counted; it must be longer than what is
-read ahead, which takes up to 7,000 images. A run that fails is reported and left out; the exit code is 1 then. The
-table at the end has the runs of this call only; --output keeps each with its options.
+decoded by --decode-device cpu or cuda. The kinds take turns in one process per model, so that a change in the machine's
+speed affects all of them. The photos are linked repeatedly until there are --images, and come from the page cache. The
+first quarter of the updates is warm-up and not counted; it must be longer than what is read ahead, which takes up to
+7,000 images. A run that fails is reported and left out; the exit code is 1 then. The table at the end has the runs of
+this call only; --output keeps each with its options.
 """
 
 import argparse
@@ -37,8 +36,7 @@ OPTIONS = "--image-size 224 --precision 16.16 --loss-scaling 128"
 SYNTHETIC = "synthetic"
 LIBRARIES = ("falconet", "torch", "torchvision")
 RECIPES = {"marked": Recipe(), "resized": Recipe(resize=320)}
-WHERE = ("cpu", "cuda", "both")
-KINDS = [f"{stored}-{decoded}" for stored, decoded in product(("files", *RECIPES, "shards"), WHERE)]
+KINDS = [f"{stored}-{decoded}" for stored, decoded in product(("files", *RECIPES, "shards"), ("cpu", "cuda"))]
 
 
 def link_photos(folder: Path, images: int, into: Path) -> None:
@@ -80,8 +78,7 @@ def compare(model: str, args: argparse.Namespace, home: Path, outputs: Sequence[
     data = {SYNTHETIC: f"--data synthetic --classes {CLASSES} --iterations {args.images // int(batch)}"}
     for kind in args.kinds:
         stored, _, decoded = kind.partition("-")
-        where, _, share = decoded.partition(":")
-        data[kind] = photos.format(home / stored, where) + (f" --decode-share {share}" if share else "")
+        data[kind] = photos.format(home / stored, decoded)
     about = {"options": options, "images": args.images, "versions": {name: version(name) for name in LIBRARIES}}
     failed = False
     for number in range(args.rounds):
@@ -97,7 +94,7 @@ def compare(model: str, args: argparse.Namespace, home: Path, outputs: Sequence[
             synthetic = rate if kind == SYNTHETIC else synthetic
             ratio = f"{rate / synthetic:6.1%} of synthetic  " if synthetic else ""
             words = f"{rate:8,.0f} images/s  {ratio}waited {speed.waited:.1f} %"
-            print(f"{model:24} round {number + 1}  {kind:15} {words}", flush=True)
+            print(f"{model:24} round {number + 1}  {kind:12} {words}", flush=True)
             entry = {"model": model, "kind": kind, "images_per_second": rate, "waited_percent": speed.waited}
             for output in outputs:
                 with output.open("a") as file:
@@ -110,7 +107,7 @@ def table(path: Path) -> Iterator[str]:
     rates: dict[str, dict[str, list[float]]] = {}
     for run in map(json.loads, path.read_text().splitlines()):
         rates.setdefault(run["model"], {}).setdefault(run["kind"], []).append(run["images_per_second"])
-    kinds = list(dict.fromkeys(kind for found in rates.values() for kind in found))
+    kinds = [kind for kind in (SYNTHETIC, *KINDS) if any(kind in found for found in rates.values())]
     yield f"| model and batch | {' | '.join(kind.replace('-', ', ') for kind in kinds)} |"
     yield "|---|" + "---:|" * len(kinds)
     for model, found in rates.items():
@@ -121,19 +118,11 @@ def table(path: Path) -> Iterator[str]:
         yield f"| {model.replace(':', ', ')} | {' | '.join(cells)} |"
 
 
-def known(kind: str) -> str:
-    """One of KINDS; `both` may have its share of the device."""
-    name, _, share = kind.partition(":")
-    if name not in KINDS or (share and not name.endswith("both")):
-        raise argparse.ArgumentTypeError(f"{kind}: expected one of {', '.join(KINDS)}:SHARE")
-    return kind
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", nargs="+", default=["resnet50:512"], metavar="NAME:MICRO-BATCH")
-    parser.add_argument("--kinds", nargs="+", type=known, default=["files-cpu"], help=", ".join(KINDS) + ":SHARE")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["files-cpu"])
     parser.add_argument("--images", type=int, default=61_440, help="training images")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

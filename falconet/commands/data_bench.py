@@ -87,7 +87,7 @@ def _pipeline(images: Dataset, options: DataBenchOptions, world: World, say: Say
 
 
 def _decoding(options: DataBenchOptions, source: Source, world: World) -> str:
-    return f"photos are decoded by {input.decoder(input.share_of_device(options.data, source, world.device))}"
+    return f"photos are decoded by {input.decoder(input.decode_device(options.data, source, world.device))}"
 
 
 def _show(stages: Sequence[Stage], say: Say) -> None:

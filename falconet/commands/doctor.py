@@ -76,7 +76,7 @@ def _examine(loaded: Loaded[DoctorOptions], say: Say) -> int:
     say("measuring reading, decoding, copying and computing of this configuration ...")
     free = host.available()
     found = bottleneck.find(loaded, free=free)
-    decoder = input.decoder(input.asked_share(found.options.data))
+    decoder = input.decoder("cuda" if found.options.data.decode_device == "cuda" else "cpu")
     for text in Advice(found=found, free=free, cores=cores(), decoder=decoder).lines():
         say(text)
     return 0

@@ -90,15 +90,7 @@ _BATCH_NORM_OPTIONS = ("disable-stable-batchnorm", "batchnorm-momentum", "batchn
 _KEPT_OPTIONS = ("dataset-percentage", "antialias", "interpolation", "validation-crop", "validation-crop-ratio")
 _OBJECT_OPTIONS = ("object-crop-area", "object-overlap")
 _BOX_OPTIONS = ("use-bbox-info", "use-bbox-info-if-there")
-_PHOTO_OPTIONS = (
-    "decode-device",
-    "decode-share",
-    "dataset-cache",
-    "val-fraction",
-    "check-images",
-    "exclude-list",
-    "tfrecord-keys",
-)
+_PHOTO_OPTIONS = ("decode-device", "dataset-cache", "val-fraction", "check-images", "exclude-list", "tfrecord-keys")
 _FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation", "first-trainable-layer")
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
@@ -202,8 +194,7 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ),
     *((name, "data from the host (not --data synthetic)", _host_data) for name in _HOST_OPTIONS),
     *((name, "--data imagenet or folder", _photos) for name in _PHOTO_OPTIONS),
-    ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device in ("auto", "cpu")),
-    ("decode-share", "--decode-device both", lambda options: options.data.decode_device == "both"),
+    ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device != "cuda"),
     *((name, "--replicas", _has_replicas) for name in ("enable-optimizer-rts", "identical-replica-seeding")),
     *((name, "--replicas or --pipeline-splits", _has_processes) for name in _PROCESS_OPTIONS),
     ("pipeline-schedule", "--pipeline-splits", _has_stages),

@@ -78,10 +78,8 @@ class Data:
     """Threads that read ahead; 0: read in the loop; auto: one per core, at most 32; 2 or 3 if the device reads."""
     dataloader_rebatch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images that a thread reads at once; several threads fill one batch. Smaller: less memory, more overhead."""
-    decode_device: Literal["auto", "cpu", "cuda", "both"] = "auto"
-    """Where JPEG files are decoded; both: --decode-share on the device; auto: cpu. `falconet doctor` measures."""
-    decode_share: Annotated[float, Between(0.01, 0.99)] = 0.45
-    """Fraction of the photos that the device decodes with --decode-device both: by their numbers, always the same."""
+    decode_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where JPEG files are decoded; auto: cpu. `falconet doctor` measures both on this machine, and recommends one."""
     eight_bit_io: bool = True
     """Copy pixels to the device as bytes; otherwise in the compute format, two or four times as many bytes."""
     normalization_location: Literal["host", "device", "none"] = "device"

@@ -248,9 +248,8 @@ def _sampling_is_bilinear(options: Any) -> str | None:
 
 
 def _decoded_pixels_are_bytes(options: Any) -> str | None:
-    asked = options.data.decode_device
-    if asked in ("cuda", "both") and not options.data.eight_bit_io:
-        return f"--decode-device {asked}: contradicts --no-eight-bit-io, because pixels stay bytes there; expected cpu"
+    if options.data.decode_device == "cuda" and not options.data.eight_bit_io:
+        return "--decode-device cuda: contradicts --no-eight-bit-io, because pixels stay bytes there; expected cpu"
     return None
 
 

@@ -45,15 +45,14 @@ def _level(value):
 
 @triton.jit
 def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIALIAS: tl.constexpr, CUBIC: tl.constexpr):
-    """images: N x (address, width, height, flipped, row); boxes: N x (x0, y0, x1, y1); out: rows x SIZE x SIZE x 3."""
+    """images: N x (address, width, height, flipped); boxes: N x (x0, y0, x1, y1); out: N x SIZE x SIZE x 3."""
     number = tl.program_id(0)
     pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     exists = pixel < SIZE * SIZE
-    source = tl.load(images + number * 5).to(tl.pointer_type(tl.uint8))
-    width = tl.load(images + number * 5 + 1).to(tl.int32)
-    height = tl.load(images + number * 5 + 2).to(tl.int32)
-    flipped = tl.load(images + number * 5 + 3)
-    begin = tl.load(images + number * 5 + 4) * SIZE * SIZE
+    source = tl.load(images + number * 4).to(tl.pointer_type(tl.uint8))
+    width = tl.load(images + number * 4 + 1).to(tl.int32)
+    height = tl.load(images + number * 4 + 2).to(tl.int32)
+    flipped = tl.load(images + number * 4 + 3)
     x0, y0 = tl.load(boxes + number * 4), tl.load(boxes + number * 4 + 1)
     x1, y1 = tl.load(boxes + number * 4 + 2), tl.load(boxes + number * 4 + 3)
 
@@ -89,41 +88,28 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIAL
             blue += weight * tl.load(place + 2 * plane, mask=counts, other=0).to(tl.float32)
             total += weight
     total = tl.where(total > 0.0, total, 1.0)  # no pixel counts beyond the last one
-    target = out + (begin + pixel) * 3
+    target = out + (number.to(tl.int64) * SIZE * SIZE + pixel) * 3
     tl.store(target, _level(red / total), mask=exists)
     tl.store(target + 1, _level(green / total), mask=exists)
     tl.store(target + 2, _level(blue / total), mask=exists)
 
 
 def resize_boxes(
-    images: Sequence[Tensor],
-    boxes: FloatArray,
-    flips: BoolArray,
-    out: Tensor,
-    *,
-    preprocessing: Preprocessing,
-    rows: Sequence[int] | None = None,
+    images: Sequence[Tensor], boxes: FloatArray, flips: BoolArray, out: Tensor, *, preprocessing: Preprocessing
 ) -> None:
     """Resize the box (x0, y0, x1, y1) of each image (3 x H x W, uint8, contiguous) into its row of `out` (S x S x 3).
 
-    `rows`: of each image; None: the first ones in order. With antialiasing like Pillow's resize of a box: the filter
-    reaches beyond the box into the image. It rounds once, at the end; Pillow rounds after each direction, so that
-    single levels differ, and more where bicubic overshoots.
+    With antialiasing like Pillow's resize of a box: the filter reaches beyond the box into the image. It rounds once,
+    at the end; Pillow rounds after each direction, so that single levels differ, and more where bicubic overshoots.
     """
     assert all(image.is_contiguous() for image in images)
     assert out.is_contiguous()
-    facts = [
-        (image.data_ptr(), image.shape[2], image.shape[1], int(flip), row)
-        for image, flip, row in zip(images, flips, range(len(images)) if rows is None else rows, strict=True)
+    rows = [
+        (image.data_ptr(), image.shape[2], image.shape[1], int(flip)) for image, flip in zip(images, flips, strict=True)
     ]
-    table = on_device(torch.tensor(facts, dtype=torch.int64), out.device)
-    places = on_device(torch.from_numpy(boxes).float(), out.device)
+    table = torch.tensor(rows, dtype=torch.int64).to(out.device)
+    places = torch.from_numpy(boxes).float().to(out.device)
     size = out.shape[1]
-    grid = (len(facts), triton.cdiv(size * size, PIXELS))
+    grid = (len(rows), triton.cdiv(size * size, PIXELS))
     antialias, cubic = int(preprocessing.antialias), int(preprocessing.interpolation == "bicubic")
     _resize[grid](table, places, out, SIZE=size, PIXELS=PIXELS, ANTIALIAS=antialias, CUBIC=cubic, **FUSED)
-
-
-def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """A copy in the stream's order; without pinned memory the host would wait for all that the stream has to do."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -30,7 +30,6 @@ from falconet.report.console import Say
 
 MOST_WORKERS = 32  # the originals' limit
 DEVICE_WORKERS = 3  # if the device decodes: two threads keep it busy, and more than four compete with each other
-WAITING_WORKERS = 8  # if both decode, beside one per core: so many wait for the device, and take no core
 RESIDENT_WORKERS = 2  # if images are on the device: a batch is one launch, and more threads only take more memory
 SHARE = 4  # a quarter of the free memory for reading ahead, one for the training cache, one for the validation cache
 
@@ -86,10 +85,10 @@ class Input:
         if isinstance(source, ArraySource) and data.dataset_location == "device":
             return ResidentRows(device, source=source, crops=crops, rows=rows or len(source))
         reader = _cached(reader_for(source, crops=crops, bad=bad), source, crops, data)
-        if not isinstance(source, ArraySource) and (share := share_of_device(data, source, device)) > 0:
+        if not isinstance(source, ArraySource) and decode_device(data, source, device) == "cuda":
             from falconet.data.gpu import DeviceRows
 
-            return DeviceRows(device, source=source, crops=crops, host=reader, rows=rows, share=share)
+            return DeviceRows(device, source=source, crops=crops, host=reader, rows=rows)
         if data.eight_bit_io:
             return PixelRows(reader, rows=rows)
         on_host, dtype = data.normalization_location == "host", self.regime.formats(device)["activations"]
@@ -141,39 +140,30 @@ def workers(data: Data, processes: int = 1) -> int:
     most = DEVICE_WORKERS if data.decode_device == "cuda" else MOST_WORKERS
     if data.dataset_location == "device":
         most = RESIDENT_WORKERS
-    waiting = WAITING_WORKERS if data.decode_device == "both" else 0
-    return value_or(data.dataloader_workers, min(most, world.cores(processes)) + waiting)
+    return value_or(data.dataloader_workers, min(most, world.cores(processes)))
 
 
-def decoder(share: float = 0.0) -> str:
-    """What decodes JPEG files, this share of them on the device."""
-    device = "nvJPEG on the device"
-    if share == 1:
-        return device
+def decoder(where: Literal["cpu", "cuda"] = "cpu") -> str:
+    """What decodes JPEG files."""
+    if where == "cuda":
+        return "nvJPEG on the device"
     library = native.library()
-    host = f"the native decoder ({library.processor})" if library else f"Pillow: {native.why_not()}"
-    return f"{device}, {share:.0%} of them, the others by {host}" if share else host
+    return f"the native decoder ({library.processor})" if library else f"Pillow: {native.why_not()}"
 
 
-def share_of_device(data: Data, source: Source, device: torch.device) -> float:
-    """Of this source's photos, those that the device decodes; images in memory already are."""
-    asked = asked_share(data)
-    if asked == 0 or isinstance(source, ArraySource):
-        return 0.0
+def decode_device(data: Data, source: Source, device: torch.device) -> Literal["cpu", "cuda"]:
+    """Where this source is decoded; images in memory already are."""
+    if data.decode_device != "cuda" or isinstance(source, ArraySource):
+        return "cpu"
     if device.type != "cuda":
         raise DeviceError("photos cannot be decoded on cuda, because the run is on the CPU")
-    return asked
-
-
-def asked_share(data: Data) -> float:
-    """Of the photos, those that the device is to decode."""
-    return {"both": data.decode_share, "cuda": 1.0}.get(data.decode_device, 0.0)
+    return "cuda"
 
 
 def _fills_on_device(data: Data, source: Source, device: torch.device) -> bool:
     """Whether the pixels of a batch come from the device itself."""
     is_resident = isinstance(source, ArraySource) and data.dataset_location == "device"
-    return share_of_device(data, source, device) > 0 or (is_resident and device.type == "cuda")
+    return decode_device(data, source, device) == "cuda" or (is_resident and device.type == "cuda")
 
 
 def free_memory() -> int:
@@ -211,7 +201,7 @@ def _cached(reader: Reader, source: Source, crops: Crops, data: Data) -> Reader:
 
 def _caches(data: Data, source: Source) -> bool:
     """Whether images are kept; what the device decodes is not."""
-    return data.dataset_cache and data.decode_device in ("auto", "cpu") and not isinstance(source, ArraySource)
+    return data.dataset_cache and data.decode_device != "cuda" and not isinstance(source, ArraySource)
 
 
 def _images_cached(source: Source, crops: Crops, data: Data) -> int:
@@ -228,7 +218,7 @@ def input_lines(dataset: Dataset, data: Data, augmentation: Augmentation, *, dev
     if isinstance(dataset.train, ArraySource) and data.dataset_location == "device":
         count, side = len(dataset.train) + len(dataset.validation), dataset.preprocessing.image_size
         return [f"loader: keeps all images on the device, {count * side * side * 3 / 1e6:,.0f} MB of bytes"]
-    on_device = share_of_device(data, dataset.train, device) > 0
+    on_device = decode_device(data, dataset.train, device) == "cuda"
     form = "left on the device" if on_device else "copied as bytes" if data.eight_bit_io else "copied as values"
     where = {"host": "normalised on the host", "device": "normalised on the device", "none": "not normalised"}
     most = most_ahead(data, dataset.train, device) / 1e6

@@ -130,8 +130,8 @@ class Advice:
             yield f"--dataloader-workers {self.cores}: {counted(self.workers, 'thread')} decode on {self.cores} cores"
         if "Pillow" in self.decoder:
             yield "a C++ compiler, and Falconet installed again: its own decoder is several times as fast as Pillow"
-        if not self._on_cpu and data.decode_device in ("auto", "cpu"):
-            yield "--decode-device both: the cores are the limit, and the device decodes beside them"
+        if not self._on_cpu and data.decode_device != "cuda":
+            yield "--decode-device cuda: the cores are the limit; `falconet doctor` alone measures both decoders"
         yield "`falconet data pack --resize`: smaller photos have fewer pixels to decode"
 
     def _of_augmenting(self) -> Iterator[str]:

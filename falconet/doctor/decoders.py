@@ -33,10 +33,6 @@ def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
     threads = counted(input.workers(Data()), "thread")
     yield f"photos of {WIDTH} x {HEIGHT} to 224 x 224, random crops, {threads}, images per second:"
     yield from (f"  {name:<28} {rate:>8,.0f}" for name, rate in rates.items())
-    if device.type == "cuda":
-        from falconet.data.gpu_decoders import describe
-
-        yield f"on the device: {describe(device)}"
     yield f"recommended: {recommended(rates)}"
 
 

@@ -123,9 +123,8 @@ def _scored(classifier: Classifier, photos: list[Photo], *, batch: int, features
     images = classifier.images(FileSource.of(Path("/"), names=names, labels=[0] * len(names), class_names=(".",)))
     device, regime = classifier.device, classifier.regime
     # What is decoded on a device, or kept between epochs, depends on the machine that trained.
-    # With `both` it would depend on the other photos of the command.
-    on_device = classifier.data.decode_device == "cuda" and device.type == "cuda"
-    data = replace(classifier.data, decode_device="cuda" if on_device else "cpu", dataset_cache=False)
+    decode = classifier.data.decode_device if device.type == "cuda" else "cpu"
+    data = replace(classifier.data, decode_device=decode, dataset_cache=False)
     reading = Input(data=data, regime=regime, world=World(device=device), note=lambda _: None)
     loader = reading.evaluation_loader(images, shape=BatchShape(micro_batch=batch), bad=unread)
     score = classifier.by_pixels.uncaptured if features else classifier.by_pixels

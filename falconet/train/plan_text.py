@@ -136,8 +136,8 @@ def _decoding(built: BuiltPhase) -> list[str]:
     data = built.options.data
     if data.data not in PHOTOS:
         return []
-    share = input.share_of_device(data, built.images.train, built.site.world.device)
-    return [f"photos are decoded by {input.decoder(share)}"]
+    where = input.decode_device(data, built.images.train, built.site.world.device)
+    return [f"photos are decoded by {input.decoder(where)}"]
 
 
 def _machine(built: BuiltPhase) -> str:

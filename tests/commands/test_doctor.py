@@ -54,7 +54,6 @@ def test_nvjpeg_is_measured_on_cuda(falconet):
     answer = falconet("doctor")
     assert answer.code == 0, answer.err
     assert re.search(r"^  nvJPEG on the device +[\d,]+$", answer.out, re.M)
-    assert re.search(r"^on the device: (nvJPEG \d+\.\d+\.\d+, |torchvision's nvJPEG: )", answer.out, re.M)
 
 
 def test_every_check_is_reported_and_no_file_is_left(falconet):
@@ -361,7 +360,7 @@ CHANGES = [
     (finding(decode=80.0, load=75.0, packed=True), ["`falconet data pack --resize`:"]),
     (
         finding(decode=80.0, load=75.0, device=torch.device("cuda")),
-        ["--decode-device both: the cores are the limit", "`falconet data pack --resize`:"],
+        ["--decode-device cuda: the cores are the limit", "`falconet data pack --resize`:"],
     ),
     (
         finding(augment=80.0, load=80.0, data={"dataloader_workers": 2}, device=torch.device("cuda")),

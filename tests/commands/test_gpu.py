@@ -95,9 +95,7 @@ def test_a_run_stopped_on_the_gpu_continues_bit_for_bit(falconet, monkeypatch, e
     assert_bitwise(Path("straight"), Path("other"))
 
 
-@pytest.mark.parametrize(
-    "options", ["--decode-device cpu", "--decode-device cuda", "--decode-device both", "--no-eight-bit-io"]
-)
+@pytest.mark.parametrize("options", ["--decode-device cpu", "--decode-device cuda", "--no-eight-bit-io"])
 def test_restore_on_the_gpu_with_photos_continues_bit_for_bit(falconet, image_folder, monkeypatch, options):
 
     line = (

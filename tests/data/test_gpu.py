@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from falconet.data import gpu, gpu_decoders, nvjpeg
+from falconet.data import gpu
 from falconet.data.crops import Crops
 from falconet.data.image_files import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
@@ -72,22 +72,9 @@ SAMPLED = replace(PREPROCESSING, antialias=False)
 BICUBIC = replace(PREPROCESSING, interpolation="bicubic")
 
 
-def device_rows(source, augment, preprocessing=PREPROCESSING, *, share=1.0):
+def device_rows(source, augment, preprocessing=PREPROCESSING):
     crops, host = Crops(preprocessing=preprocessing, augment=augment, seed=6), pillow(source, augment, preprocessing)
-    return gpu.DeviceRows(DEVICE, source=source, crops=crops, host=host, rows=7, share=share)
-
-
-@pytest.fixture(params=["own", "torchvision"])
-def binding(request, monkeypatch):
-    """Which binding of nvJPEG is used."""
-    monkeypatch.setenv("FALCONET_NVJPEG", "0" if request.param == "torchvision" else "1")
-    for cache in (nvjpeg.load, gpu_decoders.places):
-        cache.cache_clear()
-    if request.param == "own":
-        assert nvjpeg.load()[0] is not None
-    yield request.param
-    for cache in (nvjpeg.load, gpu_decoders.places):
-        cache.cache_clear()
+    return gpu.DeviceRows(DEVICE, source=source, crops=crops, host=host, rows=7)
 
 
 def resources(workers):
@@ -106,7 +93,7 @@ def decibels(one, other):
 
 @pytest.mark.parametrize("preprocessing", [PREPROCESSING, SAMPLED, BICUBIC], ids=["antialiased", "sampled", "bicubic"])
 @pytest.mark.parametrize("augment", ["crop-flip", "none"])
-def test_rows_agree_with_pillow_which_decodes_what_the_device_refuses(source, augment, preprocessing, binding):
+def test_rows_agree_with_pillow_which_decodes_what_the_device_refuses(source, augment, preprocessing):
     indices, host = np.arange(COUNT), pillow(source, augment, preprocessing)
     expected = np.empty((COUNT, 64, 64, 3), np.uint8)
     expected_read = host.read(indices, epoch=3, out=expected)
@@ -122,69 +109,14 @@ def test_rows_agree_with_pillow_which_decodes_what_the_device_refuses(source, au
     assert min(agreement) > 30, agreement  # subsampled: nvJPEG enlarges colours in its own way
     assert decibels(found[whole], expected[whole]) > least  # grey
     assert (found[whole + 1 : whole + 7] == expected[whole + 1 : whole + 7]).all()
-    assert isinstance(_decoder_of(gpu_decoders.places(DEVICE)), _CLASSES[binding])
 
 
-_CLASSES = {"own": gpu_decoders.OwnDecoder, "torchvision": gpu_decoders.TorchvisionDecoder}
-
-
-def _decoder_of(places):
-    with places.taken() as place:
-        return place.decoder
-
-
-def read(source, **options):
-    rows = device_rows(source, "crop-flip", **options)
+def read(source):
+    rows = device_rows(source, "crop-flip")
     indices = np.random.default_rng(0).permutation(COUNT - 1)  # without the last, which is garbage
     images = resources(0).batch_for(rows, len(indices)).images.permute(0, 2, 3, 1)
     rows.read(indices, epoch=3, out=images)
     return dict(zip(indices.tolist(), images.cpu().numpy(), strict=True))
-
-
-def test_the_host_decodes_its_share_if_both_decode(source):
-    """Its pixels are the host's bit for bit, the others the device's."""
-    both, device = read(source, share=0.45), read(source)
-    host = np.empty((COUNT, 64, 64, 3), np.uint8)
-    pillow(source, "crop-flip").read(np.arange(COUNT), epoch=3, out=host)
-    for index, pixels in both.items():
-        on_device = gpu.given_to_device(np.array([index]), 0.45)[0]
-        assert (pixels == (device[index] if on_device else host[index])).all(), index
-    assert any((device[index] != host[index]).any() for index in both)
-
-
-def test_threads_decode_the_same_pixels_beside_a_captured_graph(source):
-    expected = read(source)
-    numbers = torch.ones(2**26, dtype=torch.float16, device=DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(500):  # 30 ms on an H200
-            numbers.mul_(1.0)
-    found, ended = [], threading.Event()
-    threads = [threading.Thread(target=lambda: found.append(read(source))) for _ in range(6)]
-    watch = threading.Thread(target=lambda: [thread.join() for thread in threads] and ended.set())
-    for thread in (*threads, watch):
-        thread.start()
-    while not ended.is_set():
-        done = torch.cuda.Event()
-        graph.replay()
-        done.record()
-        done.synchronize()
-    torch.cuda.synchronize()
-    assert len(found) == 6
-    for pixels in found:
-        assert all((pixels[index] == expected[index]).all() for index in expected)
-    assert numbers.eq(1).all()
-
-
-def test_memory_does_not_grow(source):
-    for _ in range(3):
-        read(source)
-    torch.cuda.synchronize()
-    free, _ = torch.cuda.mem_get_info(DEVICE)
-    for _ in range(40):
-        read(source)
-    torch.cuda.synchronize()
-    assert torch.cuda.mem_get_info(DEVICE)[0] >= free
 
 
 def test_files_read_in_python_give_the_same_pixels(source, monkeypatch):
@@ -196,23 +128,23 @@ def test_files_read_in_python_give_the_same_pixels(source, monkeypatch):
 
 def test_a_part_of_large_photos_is_decoded_in_portions_with_the_same_pixels(source, monkeypatch):
     together, calls = read(source), []
-    wait = gpu_decoders.Place.wait
-    monkeypatch.setattr(gpu_decoders, "PORTION_PIXELS", 60_000)  # two photos
-    monkeypatch.setattr(gpu_decoders.Place, "wait", lambda place: calls.append(place) or wait(place))
+    decode_jpegs = gpu.decode_jpegs
+    monkeypatch.setattr(gpu, "PORTION_PIXELS", 60_000)  # two photos
+    monkeypatch.setattr(gpu, "decode_jpegs", lambda *given: calls.append(len(given[0])) or decode_jpegs(*given))
     apart = read(source)
     assert len(calls) > 5
+    assert max(calls) <= 2
     assert all((together[index] == apart[index]).all() for index in together)
 
 
-def loader_of(source, workers, *, share=1.0, **shape):
-    rows, shape = device_rows(source, "crop-flip", share=share), BatchShape(**shape)
+def loader_of(source, workers, **shape):
+    rows, shape = device_rows(source, "crop-flip"), BatchShape(**shape)
     return Loader(rows, labels=source.labels, shape=shape, seed=6, resources=resources(workers))
 
 
-@pytest.mark.parametrize("share", [1.0, 0.45])
-def test_batches_are_the_same_for_1_and_3_workers_and_leave_no_thread(source, share):
+def test_batches_are_the_same_for_1_and_3_workers_and_leave_no_thread(source):
     def batches(workers):
-        updates = loader_of(source, workers, share=share, micro_batch=6, accumulation=2).updates(1)
+        updates = loader_of(source, workers, micro_batch=6, accumulation=2).updates(1)
         return [(batch.images.cpu(), batch.labels.cpu()) for update in updates for batch in update]
 
     one, three = batches(1), batches(3)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from falconet.data import gpu_decoders
-from falconet.data.gpu_decoders import Photo, portions
-from falconet.data.gpu_jpeg import Size, plain_size
+from falconet.data import gpu
+from falconet.data.gpu import Photo, Size, plain_size, portions
 
 
 def photo(width=37, height=21, mode="RGB"):
@@ -91,6 +90,6 @@ def test_truncated_or_changed_files_raise_no_error():
     ids=["none", "as many as fit", "each too large", "many small ones"],
 )
 def test_photos_decoded_at_once_are_limited_by_their_pixels(monkeypatch, sizes, expected):
-    monkeypatch.setattr(gpu_decoders, "PORTION_PIXELS", 1000)
+    monkeypatch.setattr(gpu, "PORTION_PIXELS", 1000)
     photos = (Photo(row, torch.empty(0), Size(*size)) for row, size in enumerate(sizes))
     assert [[photo.row for photo in portion] for portion in portions(photos)] == expected

@@ -134,11 +134,6 @@ def test_prediction_standardises_images_as_training_did(falconet):
             "--decode-device cuda --no-eight-bit-io",
             "--decode-device cuda: contradicts --no-eight-bit-io, because pixels stay bytes there; expected cpu",
         ),
-        (
-            "--decode-device both --no-eight-bit-io",
-            "--decode-device both: contradicts --no-eight-bit-io, because pixels stay bytes there; expected cpu",
-        ),
-        ("--decode-device both", "photos cannot be decoded on cuda, because the run is on the CPU"),
         ("--decode-device cuda", "photos cannot be decoded on cuda, because the run is on the CPU"),
     ],
 )
@@ -188,20 +183,16 @@ def test_options_without_effect_are_reported(falconet, options, said):
 
 
 @pytest.mark.usefixtures("photos")
-@pytest.mark.parametrize("decoded", ["cuda", "both"])
-def test_images_decoded_on_the_device_are_not_cached(falconet, monkeypatch, decoded):
-    monkeypatch.setattr(input, "share_of_device", lambda data, source, device: input.asked_share(data))
+def test_images_decoded_on_the_device_are_not_cached(falconet, monkeypatch):
+    monkeypatch.setattr(input, "decode_device", lambda data, source, device: "cuda")
     monkeypatch.setattr(input, "most_ahead", lambda data, source, device: 1 << 20)  # there may be no CUDA to ask
-    out = falconet(f"{LINE} --dataset-cache --decode-device {decoded} --plan").out
+    out = falconet(f"{LINE} --dataset-cache --decode-device cuda --plan").out
     assert "note: --dataset-cache has no effect without --decode-device cpu" in out
     assert " cache:" not in out
-    assert ("photos are decoded by nvJPEG on the device, 45% of them, the others by" in out) == (decoded == "both")
 
 
-@pytest.mark.parametrize(("decoded", "threads"), [("auto", 8), ("cpu", 8), ("cuda", 3), ("both", 16)])
-def test_photos_are_read_by_one_thread_per_core_three_for_the_device_or_eight_that_wait_for_it(
-    monkeypatch, decoded, threads
-):
+@pytest.mark.parametrize(("decoded", "threads"), [("auto", 8), ("cpu", 8), ("cuda", 3)])
+def test_photos_are_read_by_one_thread_per_core_or_three_for_the_device(monkeypatch, decoded, threads):
     monkeypatch.setattr(input.world, "cores", lambda processes=1: 8)
     assert input.workers(options.Data(decode_device=decoded)) == threads
     assert input.workers(options.Data(decode_device=decoded, dataloader_workers=2)) == 2
@@ -211,7 +202,6 @@ ON_DEVICE = {  # options, the device, bytes free on it, and images that wait on 
     "decoded on the host": ({"decode_device": "cpu"}, "cuda", 1 << 40, 0),
     "a run on the CPU": ({"decode_device": "cpu"}, "cpu", 1 << 40, 0),
     "decoded on the device": ({"decode_device": "cuda"}, "cuda", 1 << 40, 2 * 3 * 8 + 2 * 4),  # two parts per thread
-    "decoded by both": ({"decode_device": "both"}, "cuda", 1 << 40, 2 * 3 * 8 + 2 * 4),
     "three at once": ({"decode_device": "cuda", "dataloader_rebatch_size": 3}, "cuda", 1 << 40, 2 * 3 * 3 + 2 * 4),
     "with little memory": ({"decode_device": "cuda"}, "cuda", 4 * 300 * 5, 5 + 2 * 4),
     "made up": ({"data": "synthetic", "decode_device": "cuda"}, "cuda", 1 << 40, 0),

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -176,26 +176,18 @@ class Workspace:
         )
         return sizes, statuses
 
-    def encoded(
-        self, count: int, *, memory: Callable[[int], PixelArray] | None = None
-    ) -> tuple[PixelArray, IntArray]:  # bytes of all; N sizes, 0: not opened
-        """The opened files themselves, end to end in memory that the next call may use again.
-
-        `memory`: gives so many bytes of the caller's; None: the workspace's own.
-        """
+    def encoded(self, count: int) -> tuple[PixelArray, IntArray]:  # bytes of all; N sizes, 0: not opened
+        """The opened files themselves, end to end in memory that the next call may use again."""
         sizes = np.zeros(count, np.int64)
         self._c.falconet_encoded_sizes(self._handle, count, sizes.ctypes.data)
-        block = (memory or self._memory)(int(sizes.sum()))
+        total = int(sizes.sum())
+        block = self._block
+        if len(block) < total:
+            block = np.empty(total + total // 4, np.uint8)
+            if len(block) <= KEPT_BYTES:
+                self._block = block
         self._c.falconet_encoded(self._handle, count, block.ctypes.data)
-        return block, sizes
-
-    def _memory(self, size: int) -> PixelArray:
-        if len(self._block) >= size:
-            return self._block[:size]
-        block = np.empty(size + size // 4, np.uint8)
-        if len(block) <= KEPT_BYTES:
-            self._block = block
-        return block[:size]
+        return block[:total], sizes
 
     def decode(
         self,
