@@ -45,7 +45,17 @@ from falconet.report.console import Say, counted
 from falconet.train import evaluate, saved_model
 from falconet.train.evaluate import Measure, Observe, overlook
 from falconet.train.loss import Loss, MultiLabelLoss, WeightedLoss, presence_weights
-from falconet.train.step import Elsewhere, LocalStep, Move, Moving, PlainMove, Prepare, ScaledMove, Step
+from falconet.train.step import (
+    Elsewhere,
+    LocalStep,
+    Move,
+    Moving,
+    PlainMove,
+    Prepare,
+    ScaledMove,
+    Step,
+    generators_of,
+)
 
 GIB = 2**30
 WHITENED_AT_ONCE = 500  # images: their patches take 46 MB at 32 x 32
@@ -435,7 +445,15 @@ def build_moving(
     averages = [state.ema] if state.ema else []
     state.model.train()  # all layers of it; from here on the mode of the whole model tells that of each
     hold = Hold(state.model, frozen, since=setup.frozen_from or 0, until=setup.unfrozen_at, changed=replicas.look_again)
-    return Moving(model=state.model, move=move, hold=hold.at, seed=setup.seed, averages=averages, replicas=replicas)
+    return Moving(
+        model=state.model,
+        move=move,
+        hold=hold.at,
+        seed=setup.seed,
+        generators=generators_of(setup.device),
+        averages=averages,
+        replicas=replicas,
+    )
 
 
 def sharded_step(

@@ -171,13 +171,16 @@ class Moving:
     move: Move
     hold: Callable[[int], None] = lambda _: None  # keeps frozen layers as they are; called with each update
     seed: int = 0  # of dropout
+    generators: Sequence[torch.Generator] = (torch.default_generator,)  # that dropout draws from
     averages: Sequence[Ema] = ()
     replicas: Replicas = field(default_factory=OneReplica)
 
     def at(self, update: int, lr: float) -> None:
         """Set what changes from update to update."""
-        # Dropout draws from the device's generator: seeded for each update, it has no state to save.
-        torch.manual_seed((self.seed * 1_000_003 + update) % SEEDS)
+        # Seeded for each update, a generator has no state to save. `torch.manual_seed` takes a millisecond for it: it
+        # formats the stack for every kind of device that is not there.
+        for generator in self.generators:
+            generator.manual_seed((self.seed * 1_000_003 + update) % SEEDS)
         if not self.model.training:  # after a validation: going through all layers takes as long as a small update
             self.model.train()
         self.hold(update)
@@ -192,6 +195,13 @@ class Moving:
         for average in self.averages:
             average.add(self.model)
         return skipped
+
+
+def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
+    """Those that layers on the device draw from."""
+    if device.type != "cuda":
+        return (torch.default_generator,)
+    return torch.default_generator, torch.cuda.default_generators[device.index or 0]
 
 
 def _same(flags: Tensor) -> Tensor:
