@@ -72,8 +72,8 @@ def _sum_products(x, dy, partial, height, width, rows, share,
         y = tl.where(y < height, y, y - height)
         y = tl.where(row + line < end, y, -2)
         x_row, dy_row = y[:, None] + down[None, :], y[:, None] - up[None, :]
-        d = tl.load(dy + dy_at, mask=dy_seen & (dy_row >= 0) & (dy_row < height), other=0.0)
         v = tl.load(x + x_at, mask=x_seen & (x_row >= 0) & (x_row < height), other=0.0)
+        d = tl.load(dy + dy_at, mask=dy_seen & (dy_row >= 0) & (dy_row < height), other=0.0)
         total = tl.dot(tl.trans(v), d, total) if TURNED else tl.dot(tl.trans(d), v, total)
         x += LINES * width * STRIDE
         dy += LINES * width * OUT
@@ -132,6 +132,7 @@ def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, tiling: Tiling) -> Te
 
 def sum_products(x: Tensor, dy: Tensor, inputs: int, tiling: Tiling) -> Tensor:
     """The programs' sums, programs x outputs x taps x inputs; `inputs`: channels of x that count."""
+    assert tiling.span % 8 == 0  # else elements are read one by one
     images, stride, height, width = x.shape
     outputs, shifts = dy.shape[1], 3 if tiling.crossed else 9
     division = _Division.of(images, height, width, tiling)
