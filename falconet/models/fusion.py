@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from falconet.models import depthwise, grouped, groupnorm, pointwise
+from falconet.models import depthwise, grouped, groupnorm, narrow, pointwise
 from falconet.models.fused_layers import (
     FusedExcitation,
     FusedHalving,
@@ -23,6 +23,7 @@ from falconet.models.fused_layers import (
 )
 from falconet.models.groupnorm import FusedGroupNorm
 from falconet.models.outer_layers import FusedStem, Means, PaddedConv, Peaks, can_be_stem, padded_stem
+from falconet.models.own_convolution import OwnConv
 from falconet.numerics.segments import trace
 
 Norm = nn.BatchNorm2d | nn.GroupNorm
@@ -59,8 +60,8 @@ def fuse(model: nn.Module) -> Fusion:
             _replace_mean(traced, node)
     _replace_peaks(traced)
     _join_convolutions(traced)
-    _replace_convolutions(traced)
     channels = _pad_stem(traced)
+    _replace_convolutions(traced)
     traced.graph.lint()
     traced.recompile()
     return replace(found, channels=channels)
@@ -278,17 +279,24 @@ def _join_convolutions(traced: fx.GraphModule) -> None:
 def _replace_convolutions(traced: fx.GraphModule) -> None:
     """Let our own kernels compute the convolutions that they are faster at."""
     for node in traced.graph.nodes:
-        layer = layer_of(traced, node)
-        if not isinstance(layer, nn.Conv2d):
-            continue
-        if depthwise.can_compute(layer):
-            name = f"depthwise_{node.name}"
-            traced.add_submodule(name, depthwise.DepthwiseConv(layer))
-            node.target = name
-        elif grouped.can_compute(layer):
-            name = f"grouped_{node.name}"
-            traced.add_submodule(name, grouped.GroupedConv(layer))
-            node.target = name
+        own = _own_convolution(layer_of(traced, node))
+        if own is not None:
+            kind, layer = own
+            traced.add_submodule(f"{kind}_{node.name}", layer)
+            node.target = f"{kind}_{node.name}"
+
+
+def _own_convolution(layer: nn.Module | None) -> tuple[str, OwnConv] | None:
+    """One by our own kernels, and what they are for; None: the layer is no convolution, or stays as it is."""
+    if isinstance(layer, PaddedConv):
+        return ("narrow", narrow.NarrowConv(layer.conv)) if narrow.can_compute(layer.conv) else None
+    if not isinstance(layer, nn.Conv2d):
+        return None
+    if depthwise.can_compute(layer):
+        return "depthwise", depthwise.DepthwiseConv(layer)
+    if grouped.can_compute(layer):
+        return "grouped", grouped.GroupedConv(layer)
+    return ("narrow", narrow.NarrowConv(layer)) if narrow.can_compute(layer) else None
 
 
 def _pad_stem(traced: fx.GraphModule) -> int:

@@ -26,9 +26,14 @@ class PaddedConv(nn.Module):
         if x.shape[1] != self.channels:
             plain: Tensor = self.conv(x)
             return plain
-        weight = nn.functional.pad(self.conv.weight, (0, 0, 0, 0, 0, self.channels - self.conv.in_channels))
-        padded: Tensor = self.conv._conv_forward(x, weight, self.conv.bias)
+        padded: Tensor = self.conv._conv_forward(x, widened(self.conv.weight, self.channels), self.conv.bias)
         return padded
+
+
+def widened(weight: Tensor, channels: int) -> Tensor:
+    """A convolution's weight with zeros for further input channels."""
+    more = channels - weight.shape[1]
+    return nn.functional.pad(weight, (0, 0, 0, 0, 0, more)) if more > 0 else weight
 
 
 def padded_stem(conv: nn.Conv2d) -> PaddedConv:

@@ -24,8 +24,12 @@ class OwnConv(nn.Module, ABC):
             x = x.to(torch.get_autocast_dtype("cuda"))
         if self._fits(x) and (casts or x.dtype == self.conv.weight.dtype):
             return self.convolved(x)
-        plain: Tensor = self.conv(x)
-        return plain
+        return self.plain(x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """As torch computes it."""
+        found: Tensor = self.conv(x)
+        return found
 
     @abstractmethod
     def convolved(self, x: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ The interpreter, which runs the kernels in other tests, accepts types and shapes
 
 import importlib
 import inspect
+import re
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from falconet.data.preprocessing import Preprocessing
+from falconet.models import narrow
 from falconet.models.proxynorm import SAMPLES
 from falconet.numerics.rounding import Rounding
 from half_rules import MAKERS, optimizer_of
@@ -37,7 +41,7 @@ NAMES = {
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """The names of the kernels that were launched; they are compiled and do not run."""
+    """The names of the kernels that were launched; they are compiled to files and do not run."""
     found = set()
 
     def compile_instead(kernel, *args, grid, warmup, **named):
@@ -47,14 +51,23 @@ def compiled(monkeypatch, tmp_path):
         )
         constants = {key: value for key, value in bound.arguments.items() if parameters[key].is_constexpr}
         types = {key: "constexpr" if key in constants else type_of(value) for key, value in bound.arguments.items()}
-        source = ASTSource(kernel, signature=types, constexprs=constants)
+        # As tensors of torch are: without it, elements would be read one by one.
+        aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
+        source = ASTSource(kernel, signature=types, constexprs=constants, attrs=aligned)
         code = triton.compile(source, target=GPUTarget("cuda", ARCHITECTURE, 32), options=named)
-        assert len(code.asm["cubin"]) > 0
+        (tmp_path / f"{kernel.fn.__name__}.cubin").write_bytes(code.asm["cubin"])
         found.add(kernel.fn.__name__)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", compile_instead)
     return found
+
+
+def resources(cubin):
+    """Registers, bytes of the stack and so on of a thread."""
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    words = subprocess.run([program, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", words)}
 
 
 def type_of(value):
@@ -253,6 +266,18 @@ def test_a_strided_convolution_of_wide_groups_compiles(compiled):
     packed = module.pack(weight, dy.dtype)
     module.input_gradient(dy.to(memory_format=torch.channels_last), packed, module.Geometry(2, 64, 16, 16, 32, 2))
     assert compiled == {"_pack", "_spread"}
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("channels", "tiling"), narrow._TILINGS.items())
+def test_a_narrow_convolutions_gradient_compiles_without_spills(channels, tiling, dtype, compiled, tmp_path):
+    module, kernels = kernels_of("falconet.models.narrow_kernels")
+    inputs, outputs = channels
+    x, dy = (torch.zeros(2, 32 * -(-n // 32), 31, 31, dtype=dtype) for n in channels)
+    module.weight_gradient(x, dy, torch.zeros(outputs, inputs, 3, 3), tiling)
+    assert compiled == kernels
+    assert resources(tmp_path / "_sum_products.cubin")["STACK"] == 0
 
 
 @pytest.mark.run

@@ -1,0 +1,89 @@
+"""Dense 3 x 3 convolutions of few channels, whose weight's gradient a kernel of our own computes faster than cuDNN."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from falconet.models.outer_layers import widened
+from falconet.models.own_convolution import OwnConv
+
+
+class Tiling(NamedTuple):
+    """How the kernel divides its work; other numbers give other bits."""
+
+    crossed: bool  # x is shifted by columns and dy by rows; else x by both
+    span: int  # columns of x's operand in a program: channels of each shift
+    pixels: int  # of a tile
+    warps: int
+    stages: int  # tiles in flight, and one; with 1, loads pass through registers
+    piece: int  # channels that a thread copies at a time: 8 past the L1 cache, 4 through it
+    programs: int  # that share the pixels
+
+
+# By channels of input and result: the layers that our kernel is faster for.
+_TILINGS = {
+    (24, 64): Tiling(crossed=False, span=216, pixels=64, warps=8, stages=1, piece=8, programs=264),
+    (32, 32): Tiling(crossed=True, span=96, pixels=64, warps=8, stages=1, piece=8, programs=264),
+}
+
+
+def can_compute(conv: nn.Conv2d) -> bool:
+    """Whether the kernel computes the weight's gradient of the layer, and does it faster."""
+    return (
+        type(conv) is nn.Conv2d  # a subclass may compute something else
+        and (conv.in_channels, conv.out_channels) in _TILINGS
+        and conv.groups == 1
+        and conv.kernel_size == (3, 3)
+        and conv.stride == (1, 1)
+        and conv.padding in ((1, 1), "same")
+        and conv.dilation == (1, 1)
+        and conv.bias is None
+        and conv.padding_mode == "zeros"
+        and not conv._forward_hooks
+        and not conv._forward_pre_hooks
+    )
+
+
+class NarrowConv(OwnConv):
+    """A convolution that `can_compute` accepts; its input may have further channels, all zeros."""
+
+    formats = (torch.float16, torch.bfloat16)
+
+    def convolved(self, x: Tensor) -> Tensor:
+        found: Tensor = _Narrow.apply(x, self.conv.weight)
+        return found
+
+    def plain(self, x: Tensor) -> Tensor:
+        return functional.conv2d(x, widened(self.conv.weight, x.shape[1]), padding=1)
+
+
+class _Narrow(torch.autograd.Function):
+    """The weight may be in fp32 where the images are in half precision; its gradient then is, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        used = widened(weight.to(x.dtype), x.shape[1])
+        ctx.save_for_backward(x, weight, used)
+        return functional.conv2d(x, used, padding=1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        from falconet.models import narrow_kernels  # Triton comes with CUDA only
+
+        x, weight, used = ctx.saved_tensors
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        for_input, for_weight = ctx.needs_input_grad
+        dx = _input_gradient(dy, x, used) if for_input else None
+        if not for_weight:
+            return dx, None
+        outputs, inputs = weight.shape[:2]
+        return dx, narrow_kernels.weight_gradient(x, dy, weight, _TILINGS[inputs, outputs])
+
+
+def _input_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
+        dy, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, False, False]
+    )
+    return found[0]
