@@ -22,10 +22,13 @@ class Tiling(NamedTuple):
     programs: int  # that share the pixels
 
 
-# By channels of input and result: the layers that our kernel is faster for.
+# By channels of input and result. Microseconds on an H200, ours against cuDNN's (9.19), bf16, at the sides and batches of
+# SpeedNet (31 pixels, 2,000 images) and of a CIFAR ResNet (16, 1,024). 16 channels are GroupedConv's: 48 against its 50.
+# 64 are cuDNN's: 21 against 24 at 8 x 8, but 99 against 78 at 15 x 15 and 172 against 129 at 56 x 56.
 _TILINGS = {
-    (24, 64): Tiling(crossed=False, span=216, pixels=64, warps=8, stages=1, piece=8, programs=264),
-    (32, 32): Tiling(crossed=True, span=96, pixels=64, warps=8, stages=1, piece=8, programs=264),
+    (24, 64): Tiling(crossed=False, span=216, pixels=32, warps=4, stages=3, piece=4, programs=264),  # 173 against 400
+    (24, 128): Tiling(crossed=False, span=216, pixels=32, warps=8, stages=3, piece=4, programs=132),  # 284 against 454
+    (32, 32): Tiling(crossed=True, span=96, pixels=64, warps=8, stages=3, piece=8, programs=264),  # 25 against 92
 }
 
 
