@@ -22,9 +22,9 @@ class Tiling(NamedTuple):
     programs: int  # that share the pixels
 
 
-# By channels of input and result. Microseconds on an H200, ours against cuDNN's (9.19), bf16, at the sides and batches of
-# SpeedNet (31 pixels, 2,000 images) and of a CIFAR ResNet (16, 1,024). 16 channels are GroupedConv's: 48 against its 50.
-# 64 are cuDNN's: 21 against 24 at 8 x 8, but 99 against 78 at 15 x 15 and 172 against 129 at 56 x 56.
+# By channels of input and result. Microseconds on an H200, ours against cuDNN's (9.19), bf16, at the sides and batches
+# of SpeedNet (31 pixels, 2,000 images) and of a CIFAR ResNet (16 and 1,024). 16 channels are GroupedConv's: 50, here
+# 48. 64 are cuDNN's: 21 against 24 at 8 x 8, but 99 against 78 at 15 x 15 and 172 against 129 at 56 x 56.
 _TILINGS = {
     (24, 64): Tiling(crossed=False, span=216, pixels=32, warps=4, stages=3, piece=4, programs=264),  # 173 against 400
     (24, 128): Tiling(crossed=False, span=216, pixels=32, warps=8, stages=3, piece=4, programs=132),  # 284 against 454
