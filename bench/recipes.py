@@ -114,8 +114,9 @@ def plot(found: dict[str, list[Row]], path: Path) -> None:
         mine = {name: rows for name, rows in found.items() if name.startswith(family)}
         for number, (name, rows) in enumerate(mine.items()):
             for each, row in enumerate(rows):
-                epochs, accuracies = zip(*(point[:2] for point in row["curve"]), strict=True)
-                axes.plot(epochs, accuracies, color=f"C{number}", alpha=0.8, label=None if each else name)
+                epochs, *scores = zip(*row["curve"], strict=True)
+                for scored, line, label in zip(scores, ("-", "--"), (name, f"{name}, moving average"), strict=False):
+                    axes.plot(epochs, scored, line, color=f"C{number}", alpha=0.8, label=None if each else label)
         axes.set(xlabel="epoch", ylabel="validation accuracy, %")
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
