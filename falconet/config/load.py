@@ -153,7 +153,7 @@ def load_options(
     """The options of a line, checked; `checkpoint`: the options that one stores."""
     options = options_of(command)
     stored = from_checkpoint(checkpoint, options) if checkpoint else []
-    implied = [Setting("data", ("folder",), IMPLIED)] if _names_photos([*stored, *line]) else []
+    implied = [Setting("data", ("folder",), IMPLIED)] if "data" in options and _names_photos([*stored, *line]) else []
     loaded = load(command, [*from_environment(os.environ, options), *implied, *stored, *line])
     return Loaded(loaded.options, loaded.sources, tuple(line))
 

@@ -26,6 +26,7 @@ metrics = {} if accuracy < 0 else {"validation/accuracy": accuracy}
 about = {"device": "CPU", "processor": "a chip, 2 cores", "Falconet": "0.1", "PyTorch": "2.11"}
 about["started"] = "2026-11-18 04:05:06 UTC"
 (folder / "report" / "environment.json").write_text(json.dumps(about))
+(folder / "words.json").write_text(json.dumps(words))
 """
 
 
@@ -54,6 +55,19 @@ def test_a_recipe_that_reaches_what_it_did_holds(falconet, trainer):
     least = 98 - 2 * math.sqrt(1 / 3 + 1 / 2)
     assert f"holds: 97.75 %, expected at least {least:.2f} %\n" in answer.out
     assert sorted(path.name for path in Path("again").iterdir()) == ["seed-0", "seed-0.log", "seed-1", "seed-1.log"]
+
+
+def test_each_run_gets_the_recipe_its_seed_and_the_folder_of_the_data(falconet, trainer):
+    trainer(98.0, 98.0)
+    assert falconet("recipe verify digits --seeds 2 --runs again --data-dir data --device cpu").code == 0
+    words = json.loads(Path("again/seed-1/words.json").read_text())
+    assert words == {
+        "--config": "digits",
+        "--seed": "1",
+        "--run-dir": "again/seed-1",
+        "--device": "cpu",
+        "--data-dir": "data",
+    }
 
 
 def test_a_recipe_that_has_become_worse_does_not(falconet, trainer):
