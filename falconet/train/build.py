@@ -58,7 +58,6 @@ from falconet.train.evaluate import require_accuracy
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
 from falconet.train.processes import Launch
-from falconet.train.profiled_step import LOOKED
 from falconet.train.step import LocalStep, Prepare, Step
 
 
@@ -330,13 +329,12 @@ class BuiltPhase:
             return named & frozenset(self.placement.trained)
         return undecayed_names(self.model, options.weight_decay_exclude)
 
-    def step(self, state: TrainState, *, preparing: Preparing = nullcontext) -> Step:
-        """`preparing`: the context in which kernels are compiled and updates captured."""
+    def step(self, state: TrainState, *, preparing: Preparing = nullcontext, warm: int = WARM) -> Step:
+        """`preparing`: the context in which kernels are compiled and updates captured. `warm`: updates before that."""
         step = self.placement.step(state, replicas=self.replicas, offender=self.offender)
         if self.uncaptured:
             return step
         assert isinstance(step, LocalStep)
-        warm = LOOKED if self.options.logging.profile else WARM
         return CapturedStep(step, self.site.world, note=self.site.note, preparing=preparing, warm=warm)
 
     @property

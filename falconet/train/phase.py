@@ -33,6 +33,7 @@ from falconet.train import (
     summary,
 )
 from falconet.train.build import BuiltPhase
+from falconet.train.capture import WARM
 from falconet.train.evaluate import FailedTogetherError, Validation
 from falconet.train.log import Log, Output, weight_drawing
 from falconet.train.loop import Watch
@@ -40,7 +41,7 @@ from falconet.train.metrics import Best, Measurements, NotFiniteError
 from falconet.train.placement import TrainingLoader
 from falconet.train.plan import Plan
 from falconet.train.processes import Launch
-from falconet.train.profiled_step import ProfiledStep, Subject
+from falconet.train.profiled_step import LOOKED, ProfiledStep, Subject
 from falconet.train.record import Recorder
 from falconet.train.save import Identity, Saving
 from falconet.train.step import ShownStep, Step, TimedStep, moments_of
@@ -150,7 +151,9 @@ def train_phase(
     loader = built.placement.loader()
     stopwatch = Stopwatch(moments=moments_of(world.device), seconds=state.progress.seconds)
     recorder = _recorder(built, session, update=state.progress.update, stopwatch=stopwatch)
-    timed = TimedStep(recorder.watched(built.step(state, preparing=stopwatch.preparing)), stopwatch)
+    warm = LOOKED if built.options.logging.profile else WARM  # in every process: replicas capture together
+    made = built.step(state, preparing=stopwatch.preparing, warm=warm)
+    timed = TimedStep(recorder.watched(made), stopwatch)
     profiled = _profiled(built, timed, folder, state)
     step = _shown(built, profiled or timed)
     before = _joules(world.device)

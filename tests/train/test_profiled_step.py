@@ -7,7 +7,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,18 +15,14 @@ from torch.nn.modules import module as modules
 
 import runs
 from falconet.checkpoint import format
-from falconet.config.commands import TrainOptions
-from falconet.config.fields import options_of
-from falconet.config.load import load
-from falconet.config.settings import from_line
-from falconet.parallel.world import World
 from falconet.report import trace
 from falconet.report.throughput import Stopwatch
 from falconet.report.trace import FILES, TABLE, TRACE
-from falconet.train import build, profiled_step
+from falconet.train import profiled_step
 from falconet.train.build import BuiltPhase
+from falconet.train.capture import WARM
 from falconet.train.profiled_step import LOOKED, NEEDED, ProfiledStep, Subject
-from falconet.train.step import LocalStep, TimedStep
+from falconet.train.step import TimedStep
 from tiny import TINY
 
 CPU = torch.device("cpu")
@@ -76,17 +71,19 @@ def test_every_update_runs_once_and_some_are_profiled(tmp_path, updates, traced,
     assert said[-1].startswith(f"profiled {len(traced)} update")
 
 
-def test_the_update_that_is_looked_at_is_one_that_is_not_captured(monkeypatch):
-    """On CUDA, of which this pretends to be one."""
-    options = load(TrainOptions, from_line(["--profile"], options_of(TrainOptions))).options
-    site = SimpleNamespace(world=World(device=torch.device("cuda")), note=print)
-    placement = SimpleNamespace(step=lambda *_, **__: object.__new__(LocalStep))
-    phase = SimpleNamespace(
-        options=options, site=site, placement=placement, uncaptured=None, replicas=None, offender=None
-    )
-    monkeypatch.setattr(build, "CapturedStep", lambda *_, warm, **__: warm)
-    assert BuiltPhase.step(phase, None) == LOOKED
-    assert trace.BEFORE > LOOKED, "nor is the capture itself traced"
+def test_the_update_that_is_looked_at_is_one_that_is_not_captured(falconet, monkeypatch):
+    """But a trial of two updates, which looks for a micro-batch that fits, captures the second."""
+    plain, warm = BuiltPhase.step, []
+
+    def step(self, state, **more):
+        warm.append(more.get("warm", WARM))
+        return plain(self, state, **more)
+
+    monkeypatch.setattr(BuiltPhase, "step", step)
+    answer = falconet(f"train {TINY} --micro-batch-size auto --profile --run-dir r")
+    assert answer.code == 0, answer.err
+    assert warm == [WARM, LOOKED]
+    assert trace.BEFORE > LOOKED > WARM, "nor is the capture itself traced"
 
 
 @pytest.mark.parametrize("updates", [1, 10])
