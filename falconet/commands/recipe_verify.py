@@ -85,7 +85,7 @@ def trained_in(folder: Path, seed: int) -> TrainedOnce:
 
 
 def evidence_in(name: str, home: Path, runs: tuple[TrainedOnce, ...]) -> Evidence:
-    """`home`: has the runs' folders, the first of which states on which machine."""
+    """`home`: holds the runs' folders, the first of which names the machine."""
     about = json.loads((home / f"seed-{runs[0].seed}" / ENVIRONMENT).read_text())
     on_cpu = about["device"] == "CPU"
     return Evidence(

@@ -73,7 +73,7 @@ def _read(folders: Sequence[Path], say: Callable[[str], None]) -> list[RunFiles]
 
 
 def _such(folder: Path) -> str:
-    """`, such as runs/first` for a folder of runs; of a million photos, the first names say enough."""
+    """`, such as runs/first` for a folder that holds runs; a folder may hold a million photos, so few are looked at."""
     with contextlib.suppress(OSError), os.scandir(folder) as found:
         inside = sorted(each.name for each in itertools.islice(found, 1000))
         return next((f", such as {folder / each}" for each in inside if (folder / each / METRICS).is_file()), "")
@@ -81,7 +81,7 @@ def _such(folder: Path) -> str:
 
 
 def _name_among(folders: Collection[Path], folder: Path) -> str:
-    """The shortest end of its path that no other has: `run`, or `monday/run` beside `tuesday/run`."""
+    """The shortest end of its path that no other one has: `run`, or `monday/run` beside `tuesday/run`."""
     lengths = range(1, len(folder.parts) + 1)
     ends = (folder.parts[-length:] for length in lengths)
     own = next(end for end in ends if sum(each.parts[-len(end) :] == end for each in folders) == 1)

@@ -17,7 +17,7 @@ class Tiling(NamedTuple):
     span: int  # columns of x's operand in a program: channels of each shift
     pixels: int  # of a tile
     warps: int
-    stages: int  # tiles in flight, and one; with 1, loads pass through registers
+    stages: int  # one more than the tiles that are loaded ahead; with 1, loads pass through registers
     piece: int  # channels that a thread copies at a time: 8 past the L1 cache, 4 through it
     programs: int  # that share the pixels
 

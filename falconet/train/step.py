@@ -177,7 +177,7 @@ class Moving:
 
     def at(self, update: int, lr: float) -> None:
         """Set what changes from update to update."""
-        # Seeded for each update, a generator has no state to save. `torch.manual_seed` takes a millisecond for it: it
+        # Seeded for each update, a generator has no state to save. `torch.manual_seed` would take a millisecond: it
         # formats the stack for every kind of device that is not there.
         for generator in self.generators:
             generator.manual_seed((self.seed * 1_000_003 + update) % SEEDS)

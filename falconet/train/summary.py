@@ -25,7 +25,7 @@ from falconet.train.metrics import StageMemory
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What is known after the last update of a phase, of the phases before it in this process too."""
+    """What is known after the last update of a phase; `after` adds what the phases before it took."""
 
     checkpoints: Path
     metric: Metric  # what its validations measured
@@ -39,14 +39,13 @@ class Ending:
     draws: bool = False  # plots beside it
 
     def after(self, before: "Ending") -> "Ending":
-        """With what the phases before took."""
-        known = None not in (self.joules, before.joules)
+        """With the time, images and energy of the phases before, as far as this process trained them."""
         return replace(
             self,
             rate=before.rate + self.rate,
             whole=before.whole + self.whole,
             seconds={part: round(taken + before.seconds[part], 4) for part, taken in self.seconds.items()},
-            joules=(self.joules or 0.0) + (before.joules or 0.0) if known else None,
+            joules=None if self.joules is None or before.joules is None else before.joules + self.joules,
         )
 
 

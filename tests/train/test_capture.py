@@ -553,9 +553,8 @@ def test_captured_updates_of_a_replica_are_the_others_bit_for_bit(one_rank, sent
         counts.append(len(sent.names) - before)
         plain.update(micro_batches)
     assert counts[0] > 1
-    assert counts[1] == counts[0], (
-        "the messages of an update, and one: after kernels are compiled, and after the capture"
-    )
+    # The messages of an update and one more, in which replicas wait for compiled kernels, or agree on the capture.
+    assert counts[1] == counts[0]
     assert counts[2:] == [0] * (UPDATES - 2), "the graph has them"
     assert_same(captured, plain)
     assert "not captured" not in capfd.readouterr().out
