@@ -11,6 +11,7 @@ one file per recipe.
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import tempfile
@@ -64,10 +65,14 @@ def curve(run: Path) -> list[list[float]]:
 
 
 def rows_of(path: Path) -> dict[str, list[Row]]:
-    """The runs in a file, by recipe."""
-    rows = map(json.loads, path.read_text().splitlines())
-    by_name = sorted(rows, key=lambda row: (row["recipe"], row["seed"]))
-    return {name: list(group) for name, group in groupby(by_name, key=lambda row: row["recipe"])}
+    """The runs in a file, by recipe; those with further options are apart, by its name and them."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    by_name = sorted(rows, key=lambda row: (_named(row), row["seed"]))
+    return {name: list(group) for name, group in groupby(by_name, key=_named)}
+
+
+def _named(row: Row) -> str:
+    return shlex.join([row["recipe"], *row["options"]])
 
 
 def table(found: dict[str, list[Row]]) -> Iterator[str]:
@@ -140,7 +145,8 @@ def main() -> None:
         found = rows_of(args.show)
         print("\n".join(table(found)))
         for name, rows in found.items() if args.evidence else ():
-            (args.evidence / f"{name}.json").write_text(evidence_of(name, rows).to_json())
+            if name == rows[0]["recipe"]:  # with its own options alone
+                (args.evidence / f"{name}.json").write_text(evidence_of(name, rows).to_json())
         if args.plot:
             plot(found, args.plot)
         return
