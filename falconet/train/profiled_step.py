@@ -17,7 +17,7 @@ from falconet.report.layer_costs import Layers, layer_costs
 from falconet.report.trace import BEFORE, FILES, TRACED, Tracing
 from falconet.train.step import Step, Update
 
-LOOKED = 3  # the update that is profiled layer by layer; a run that is profiled captures none before the one after it
+LOOKED = 3  # the update that is profiled layer by layer; a profiled run captures updates only after it
 NEEDED = BEFORE + TRACED
 Pause = Callable[[], AbstractContextManager[None]]
 
