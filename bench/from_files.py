@@ -26,6 +26,7 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
+from falconet import __version__
 from falconet.data import native
 from falconet.data.packing import Recipe, prepared
 from runs import falconet, train
@@ -34,7 +35,7 @@ ENDINGS = {".jpg", ".jpeg"}
 CLASSES = 1000
 OPTIONS = "--image-size 224 --precision 16.16 --loss-scaling 128"
 SYNTHETIC = "synthetic"
-LIBRARIES = ("falconet", "torch", "torchvision")
+LIBRARIES = ("torch", "torchvision")
 RECIPES = {"marked": Recipe(), "resized": Recipe(resize=320)}
 KINDS = [f"{stored}-{decoded}" for stored, decoded in product(("files", *RECIPES, "shards"), ("cpu", "cuda"))]
 
@@ -79,7 +80,8 @@ def compare(model: str, args: argparse.Namespace, home: Path, outputs: Sequence[
     for kind in args.kinds:
         stored, _, decoded = kind.partition("-")
         data[kind] = photos.format(home / stored, decoded)
-    about = {"options": options, "images": args.images, "versions": {name: version(name) for name in LIBRARIES}}
+    versions = {"falconet": __version__, **{name: version(name) for name in LIBRARIES}}
+    about = {"options": options, "images": args.images, "versions": versions}
     failed = False
     for number in range(args.rounds):
         synthetic: float | None = None  # of this round
