@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from falconet.models.own_convolution import OwnConv
+from falconet.models.own_convolution import OwnConv, is_bare
 from falconet.models.padding import SameConv2d, same_padding
 
 if TYPE_CHECKING:
@@ -27,12 +27,8 @@ def can_compute(conv: nn.Conv2d) -> bool:
         and conv.in_channels % _CHANNELS == 0
         and high == wide in _KERNELS
         and down == right in _STRIDES
-        and conv.dilation == (1, 1)
-        and conv.bias is None
-        and conv.padding_mode == "zeros"
         and padded
-        and not conv._forward_hooks
-        and not conv._forward_pre_hooks
+        and is_bare(conv)
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from falconet.models.own_convolution import OwnConv
+from falconet.models.own_convolution import OwnConv, is_bare
 
 if TYPE_CHECKING:
     from falconet.models.grouped_kernels import Geometry
@@ -43,11 +43,7 @@ def can_compute(conv: nn.Conv2d) -> bool:
         and conv.stride[0] == conv.stride[1]
         and conv.kernel_size == (3, 3)
         and conv.padding == (1, 1)
-        and conv.dilation == (1, 1)
-        and conv.bias is None
-        and conv.padding_mode == "zeros"
-        and not conv._forward_hooks
-        and not conv._forward_pre_hooks
+        and is_bare(conv)
     )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from falconet.models.outer_layers import widened
-from falconet.models.own_convolution import OwnConv
+from falconet.models.own_convolution import OwnConv, is_bare
 
 
 class Tiling(NamedTuple):
@@ -41,11 +41,7 @@ def can_compute(conv: nn.Conv2d) -> bool:
         and conv.kernel_size == (3, 3)
         and conv.stride == (1, 1)
         and conv.padding in ((1, 1), "same")
-        and conv.dilation == (1, 1)
-        and conv.bias is None
-        and conv.padding_mode == "zeros"
-        and not conv._forward_hooks
-        and not conv._forward_pre_hooks
+        and is_bare(conv)
     )
 
 

@@ -39,3 +39,14 @@ class OwnConv(nn.Module, ABC):
         """Whether the kernels can take this input; they count an image's elements in 32 bits."""
         dense = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
         return x.is_cuda and dense and x.dtype in self.formats and 0 < x.numel() < 2**31 * x.shape[0]
+
+
+def is_bare(conv: nn.Conv2d) -> bool:
+    """Whether the layer computes its sums of products and nothing else, of which hooks could be a part."""
+    return (
+        conv.dilation == (1, 1)
+        and conv.bias is None
+        and conv.padding_mode == "zeros"
+        and not conv._forward_hooks
+        and not conv._forward_pre_hooks
+    )

@@ -7,6 +7,7 @@ from torch import nn
 import interpreting
 from falconet.models.depthwise import DepthwiseConv, can_compute
 from falconet.models.padding import SameConv2d
+from own_convolutions import ERRORS, assert_exact_and_repeatable, gradients, relative
 
 CASES = [
     *(f"{kernel} x {kernel}, stride {stride}" for kernel in (3, 5) for stride in (1, 2)),
@@ -73,20 +74,6 @@ def test_shapes_are_found_without_a_device():
     assert layer(torch.empty(2, 16, 7, 6, device="meta")).shape == (2, 16, 4, 3)
 
 
-def relative(value, exact):
-    return ((value.double() - exact).norm() / exact.norm()).item()
-
-
-def gradients(layer, conv, x, dy):
-    conv.weight.grad, x.grad = None, None
-    y = layer(x)
-    y.backward(dy)
-    return y.detach(), x.grad, conv.weight.grad
-
-
-ERRORS = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("stride", [1, 2])
@@ -94,18 +81,8 @@ ERRORS = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
 @pytest.mark.parametrize("shape", [(5, 24, 33, 40), (3, 144, 70, 12)])
 def test_layer_equals_float64_and_repeats_bit_for_bit(shape, kernel, stride, dtype):
     torch.manual_seed(0)
-    conv = conv_of(shape[1], kernel, stride=stride).to("cuda", dtype)
-    exact = conv_of(shape[1], kernel, stride=stride).to("cuda", torch.float64)
-    exact.weight.data.copy_(conv.weight.data)
-    x = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
-    dy = torch.randn_like(conv(x)).contiguous(memory_format=torch.channels_last)
-    results = gradients(DepthwiseConv(conv), conv, x, dy)
-    leaf = x.detach().double().contiguous().requires_grad_()
-    expected = gradients(exact, exact, leaf, dy.double().contiguous())
-    for name, a, b in zip(("output", "input", "weight"), results, expected, strict=True):
-        assert relative(a, b) < ERRORS[dtype], name
-    for a, b in zip(results, gradients(DepthwiseConv(conv), conv, x, dy), strict=True):
-        assert torch.equal(a, b)
+    conv, exact = (conv_of(shape[1], kernel, stride=stride).to("cuda", kind) for kind in (dtype, torch.float64))
+    assert_exact_and_repeatable(DepthwiseConv, conv, exact, shape)
 
 
 @pytest.mark.gpu

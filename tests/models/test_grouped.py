@@ -7,6 +7,7 @@ from torch import nn
 import interpreting
 from falconet.models import fusion, zoo
 from falconet.models.grouped import GroupedConv, can_compute
+from own_convolutions import ERRORS, assert_exact_and_repeatable, gradients, relative
 
 CASES = [
     *("groups of 4", "groups of 8", "groups of 16"),
@@ -90,20 +91,6 @@ def test_shapes_are_found_without_a_device():
     assert layer(torch.empty(2, 64, 7, 6, device="meta")).shape == (2, 64, 4, 3)
 
 
-def relative(value, exact):
-    return ((value.double() - exact).norm() / exact.norm()).item()
-
-
-def gradients(layer, conv, x, dy):
-    conv.weight.grad, x.grad = None, None
-    y = layer(x)
-    y.backward(dy)
-    return y.detach(), x.grad, conv.weight.grad
-
-
-ERRORS = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize(("group", "stride"), [(4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (32, 2)])
@@ -111,16 +98,7 @@ ERRORS = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
 def test_layer_equals_float64_and_repeats_bit_for_bit(shape, group, stride, dtype):
     torch.manual_seed(0)
     conv, exact = (conv_of(shape[1], group, stride=stride).to("cuda", kind) for kind in (dtype, torch.float64))
-    exact.weight.data.copy_(conv.weight.data)
-    x = torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
-    dy = torch.randn_like(conv(x)).contiguous(memory_format=torch.channels_last)
-    results = gradients(GroupedConv(conv), conv, x, dy)
-    leaf = x.detach().double().contiguous().requires_grad_()
-    expected = gradients(exact, exact, leaf, dy.double().contiguous())
-    for name, a, b in zip(("output", "input", "weight"), results, expected, strict=True):
-        assert relative(a, b) < ERRORS[dtype], name
-    for a, b in zip(results, gradients(GroupedConv(conv), conv, x, dy), strict=True):
-        assert torch.equal(a, b)
+    assert_exact_and_repeatable(GroupedConv, conv, exact, shape)
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from torch import nn
 import interpreting
 from falconet.models import fusion, zoo
 from falconet.models.narrow import _TILINGS, NarrowConv, can_compute
+from own_convolutions import ERRORS, assert_exact_and_repeatable, relative
 
 CASES = [
     *(f"{inputs} to {outputs}, as in use" for inputs, outputs in _TILINGS),
@@ -110,20 +111,6 @@ def test_shapes_are_found_without_a_device():
     assert layer(torch.empty(2, 32, 7, 6, device="meta")).shape == (2, 64, 7, 6)
 
 
-ERRORS = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
-
-
-def relative(value, exact):
-    return ((value.double() - exact).norm() / exact.norm()).item()
-
-
-def gradients(layer, conv, x, dy):
-    conv.weight.grad, x.grad = None, None
-    y = layer(x)
-    y.backward(dy)
-    return y.detach(), x.grad, conv.weight.grad
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), _TILINGS)
@@ -131,17 +118,7 @@ def gradients(layer, conv, x, dy):
 def test_layer_equals_float64_and_repeats_bit_for_bit(images, height, width, inputs, outputs, dtype):
     torch.manual_seed(0)
     conv, exact = (conv_of(inputs, outputs).to("cuda", kind) for kind in (dtype, torch.float64))
-    exact.weight.data.copy_(conv.weight.data)
-    x = torch.randn(images, inputs, height, width, device="cuda", dtype=dtype)
-    x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
-    dy = torch.randn_like(conv(x)).contiguous(memory_format=torch.channels_last)
-    results = gradients(NarrowConv(conv), conv, x, dy)
-    leaf = x.detach().double().contiguous().requires_grad_()
-    expected = gradients(exact, exact, leaf, dy.double().contiguous())
-    for name, a, b in zip(("output", "input", "weight"), results, expected, strict=True):
-        assert relative(a, b) < ERRORS[dtype], name
-    for a, b in zip(results, gradients(NarrowConv(conv), conv, x, dy), strict=True):
-        assert torch.equal(a, b)
+    assert_exact_and_repeatable(NarrowConv, conv, exact, (images, inputs, height, width))
 
 
 @pytest.mark.gpu
