@@ -1,7 +1,7 @@
 """Pixels changed at random: auto-augment policies, colour jitter, vertical flips, erasing.
 
-What happens to each image is drawn on the host from keyed numbers; it is done on the device, on bytes, to all images of
-one operation at once. Operations and magnitudes are torchvision's, with its defaults: nearest pixel, black beyond.
+What happens to each image is drawn on the host from keyed numbers; it is done on the device, on bytes. Operations and
+magnitudes are torchvision's, with its defaults: nearest pixel, black beyond.
 """
 
 import math
@@ -57,19 +57,16 @@ class Round(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What happens to the pixels of one micro-batch, round by round."""
+    """What happens to the pixels of one micro-batch of N images in R rounds."""
 
-    runs: tuple[tuple[tuple[str, int, int], ...], ...]  # per round: an operation, its first row, the one after its last
-    rows: Tensor  # R x N, int64: per round, the rows of the round before, sorted by operation
-    values: Tensor  # R x N x VALUES, float32: what the operations need, in the order of `rows`
-    back: Tensor  # N, int64: the rows of the last round in the images' order
+    operations: Tensor  # R x N, int32, numbers of OPERATIONS
+    values: Tensor  # R x N x VALUES, float32: what the operations need
 
     def to(self, device: torch.device) -> "Chain":
         """The same on a device, through pinned memory, so that the host does not wait."""
         if device.type != "cuda":
             return self
-        pinned = (tensor.pin_memory() for tensor in (self.rows, self.values, self.back))
-        return Chain(self.runs, *(tensor.to(device, non_blocking=True) for tensor in pinned))
+        return Chain(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +86,12 @@ class PixelChanges:
     def draw(self, indices: IntArray, *, epoch: int, side: int) -> Chain:
         """For these images, each side x side pixels."""
         rounds = list(self._rounds(indices, epoch, side))
-        count = len(indices)
-        runs, rows, values = [], np.empty((len(rounds), count), np.int64), []
-        place = np.arange(count)  # of each image in the result of the round before
-        for number, (operations, magnitudes) in enumerate(rounds):
-            order = np.argsort(operations, kind="stable")
-            rows[number] = place[order]
-            place = np.argsort(order, kind="stable")
-            values.append(_values(operations[order], magnitudes[order], side))
-            runs.append(tuple(_runs(operations[order])))
-        return Chain(
-            tuple(runs),
-            torch.from_numpy(rows),
-            torch.from_numpy(np.stack(values) if values else np.empty((0, count, VALUES), np.float32)),
-            torch.from_numpy(place),
-        )
+        operations = np.empty((len(rounds), len(indices)), np.int32)
+        values = np.empty((len(rounds), len(indices), VALUES), np.float32)
+        for number, (chosen, magnitudes) in enumerate(rounds):
+            operations[number] = chosen
+            values[number] = _values(chosen, magnitudes, side)
+        return Chain(torch.from_numpy(operations), torch.from_numpy(values))
 
     def _rounds(self, indices: IntArray, epoch: int, side: int) -> Iterator[Round]:
         asked = self.augmentation
@@ -222,29 +210,22 @@ def _signs(numbers: IntArray, negative: BoolArray) -> FloatArray:
     return np.where(signed & negative, -1.0, 1.0)
 
 
-def _runs(operations: IntArray) -> Iterator[tuple[str, int, int]]:
-    """Each operation of a sorted list, with its first place and the one after its last."""
-    found, first = np.unique(operations, return_index=True)
-    ends = [*first[1:].tolist(), len(operations)]
-    for number, begin, end in zip(found.tolist(), first.tolist(), ends, strict=True):
-        yield OPERATIONS[number], begin, end
-
-
 def _values(operations: IntArray, magnitudes: FloatArray, side: int) -> ValueArray:  # N x VALUES
     """The numbers that the operations take: a matrix, the two weights of a blend, a mask, a threshold, a box."""
     found = np.zeros((len(operations), VALUES))
-    for name, first, end in _runs(operations):
-        own = magnitudes[first:end]
+    for number in np.unique(operations).tolist():
+        name, rows = OPERATIONS[number], operations == number
+        own = magnitudes[rows]
         if name in GEOMETRIC:
-            found[first:end, :6] = _matrices(name, own, side)
+            found[rows, :6] = _matrices(name, own, side)
         elif name in BLENDS:
-            found[first:end, 0], found[first:end, 1] = 1.0 + own, -own
+            found[rows, :2] = np.stack((1.0 + own, -own), axis=1)
         elif name == "Posterize":
-            found[first:end, 0] = 256 - 2.0 ** (8 - own)
+            found[rows, 0] = 256 - 2.0 ** (8 - own)
         elif name == "Solarize":
-            found[first:end, 0] = 255 * own
+            found[rows, 0] = 255 * own
         elif name == "Erase":
-            found[first:end] = own
+            found[rows] = own
     return found.astype(np.float32)
 
 
@@ -376,8 +357,30 @@ APPLY: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def apply(images: Tensor, chain: Chain) -> Tensor:
     """Changed images: N x 3 x S x S, uint8, channels-last, on the device of the chain, for which nothing waits."""
+    if images.is_cuda:
+        from falconet.data import augment_kernels  # Triton comes with CUDA only
+
+        changed: Tensor = augment_kernels.apply(images, chain)
+        return changed
+    return applied(images, chain)
+
+
+def applied(images: Tensor, chain: Chain) -> Tensor:
+    """The same on the host, each operation for all of its images at once."""
     pixels = images.permute(0, 2, 3, 1)
-    for runs, rows, values in zip(chain.runs, chain.rows, chain.values, strict=True):
-        parts = [APPLY[name](pixels.index_select(0, rows[first:end]), values[first:end]) for name, first, end in runs]
-        pixels = torch.cat(parts)
-    return pixels.index_select(0, chain.back).permute(0, 3, 1, 2)
+    place = torch.arange(len(images))  # of each image among those that the round before has sorted
+    for operations, values in zip(chain.operations, chain.values, strict=True):
+        numbers, order = torch.sort(operations, stable=True)
+        rows, values, found = place[order], values[order], []
+        for name, first, end in _runs(numbers.numpy()):
+            found.append(APPLY[name](pixels.index_select(0, rows[first:end]), values[first:end]))
+        pixels, place = torch.cat(found), torch.argsort(order)
+    return pixels.index_select(0, place).permute(0, 3, 1, 2)
+
+
+def _runs(operations: IntArray) -> Iterator[tuple[str, int, int]]:
+    """Each operation of a sorted list, with its first place and the one after its last."""
+    found, first = np.unique(operations, return_index=True)
+    ends = [*first[1:].tolist(), len(operations)]
+    for number, begin, end in zip(found.tolist(), first.tolist(), ends, strict=True):
+        yield OPERATIONS[number], begin, end

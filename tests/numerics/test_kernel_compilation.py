@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from falconet.data.augment import VALUES, Chain
 from falconet.data.preprocessing import Preprocessing
 from falconet.models import narrow
 from falconet.models.proxynorm import SAMPLES
@@ -222,6 +223,15 @@ def test_pixels_compile(compiled):
         module.pick(images, torch.zeros(3, 4, dtype=torch.int64), reflects=reflects, out=images)
     module.normalise(images.permute(0, 3, 1, 2), *torch.ones(2, 3), dtype=torch.bfloat16, channels=4)
     assert compiled == kernels
+
+
+@pytest.mark.run
+def test_changes_of_pixels_compile_without_spilling(compiled, tmp_path):
+    module, kernels = kernels_of("falconet.data.augment_kernels")
+    images = torch.zeros(3, 3, 40, 40, dtype=torch.uint8).to(memory_format=torch.channels_last)
+    module.apply(images, Chain(torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 3, VALUES)))
+    assert compiled == kernels
+    assert all(resources(tmp_path / f"{name}.cubin")["LOCAL"] == 0 for name in kernels)
 
 
 @pytest.mark.run
