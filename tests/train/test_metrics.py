@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from falconet.checkpoint.state import Progress, Totals
 from falconet.errors import DivergedError
+from falconet.parallel.world import World
 from falconet.train.metrics import Meter, NotFiniteError
 from falconet.train.step import Update
 
@@ -57,6 +58,28 @@ def test_intervals_and_epochs_reset_independently():
     assert meter.end_interval() == Totals(1, 4.0, 1, 2, smoothing=1.0)
     assert meter.end_epoch() == Totals(3, 7.0, 3, 6, smoothing=1.75)
     assert meter.progress.interval == meter.progress.epoch == Totals()
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_numbers_that_were_sent_are_added_before_those_of_later_updates(others):
+    straight, sent = Meter(Progress()), Meter(Progress())
+    for meter in (straight, sent):
+        add(meter, *map(update, LOSSES[:5]))
+    assert sent.send() is False  # a CPU has them at once
+    for meter in (straight, sent):
+        add(meter, *map(update, LOSSES[5 : 5 + others]))
+    assert sent.end_interval() == straight.end_interval()
+    assert sent.progress == straight.progress
+
+
+def test_numbers_of_another_device_are_on_their_way_until_they_are_read():
+    meter = Meter(Progress(), World(device=torch.device("meta")))
+    assert not meter.send()  # there are none
+    add(meter, update(1.0))
+    assert meter.send()
+    assert meter.send()
+    meter.read()
+    assert not meter.send()
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
