@@ -105,6 +105,26 @@ def test_collecting_never_reads_from_the_device():
         meter.read()
 
 
+@pytest.mark.gpu
+def test_the_device_goes_on_while_its_numbers_come():
+    device, cycles = torch.device("cuda", 0), 200_000_000  # about 0.1 s
+    meter = Meter(Progress(), World(device=device))
+    updates = [update(loss, device="cuda") for loss in (1.0, 2.0)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(cycles)
+        add(meter, *updates)
+        assert meter.send()
+        torch.cuda._sleep(cycles)
+        ended = torch.cuda.Event()
+        ended.record()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert meter.end_epoch() == Totals(2, 3.0, 2, 4, smoothing=0.75)
+    assert not ended.query()
+
+
 def test_a_restored_meter_continues_exactly():
     straight = Meter(Progress())
     add(straight, update(0.1), update(0.2))
