@@ -28,6 +28,7 @@ class HalfOptimizer(torch.optim.Optimizer, ABC):
     """
 
     counts_updates = False  # whether each parameter has a `step`
+    uploads = True  # whether moving other weights than before begins with an upload: of their tables
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, rounding: Rounding | None) -> None:
         super().__init__(params, {**defaults, "capturable": True})

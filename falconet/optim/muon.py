@@ -46,6 +46,8 @@ class Muon(HalfOptimizer):
     SGD with Nesterov's momentum: v = momentum * v + g + decay * w; w -= lr * (g + decay * w + momentum * v).
     """
 
+    uploads = False
+
     def __init__(
         self, params: ParamsT, *, lr: float, momentum: float, steps: int, rescales: bool, rounding: Rounding | None
     ) -> None:

@@ -74,6 +74,7 @@ class Stopwatch:
         self._since = self.clock()
         self._moments: Moments = self.moments or HostMoments(self.clock)
         self._started = self._moments.mark()
+        self._anchor = self._since, self._started  # one moment by the host's clock and by the device's
         self._updates: list[tuple[Any, Any]] = []  # marks at the start and the end of each
         self._waits: list[tuple[float, Any, Any]] = []  # the host's seconds, marks at the start and the end of each
 
@@ -112,6 +113,7 @@ class Stopwatch:
         finally:
             self._since = self.clock()
             self._started = self._moments.mark()
+            self._anchor = self._since, self._started
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -124,13 +126,32 @@ class Stopwatch:
 
     def lap(self) -> tuple[float, float]:
         """Seconds of training and of waiting so far."""
-        for host, begun, ended in self._waits:
-            self._moments.reach(ended)
-            self._waiting += min(host, self._moments.between(begun, ended))
-        self._waits.clear()
+        self._add_waiting(self._waits)
         now = self.clock()
         self.seconds, self._since = self.seconds + now - self._since, now
         return self.seconds, self._waiting
+
+    def split(self) -> Callable[[], tuple[float, float]]:
+        """End a lap where the device may not be yet; the result waits until it is, and tells the seconds up to there.
+
+        Read it before the next lap ends.
+        """
+        now, (host, device) = self._moments.mark(), self._anchor
+        waits, self._waits = self._waits, []
+        before = self.seconds + host - self._since
+
+        def read() -> tuple[float, float]:
+            self._moments.reach(now)
+            self._add_waiting(waits)
+            return before + self._moments.between(device, now), self._waiting
+
+        return read
+
+    def _add_waiting(self, waits: list[tuple[float, Any, Any]]) -> None:
+        for host, begun, ended in waits:
+            self._moments.reach(ended)
+            self._waiting += min(host, self._moments.between(begun, ended))
+        waits.clear()
 
 
 class Laps:
@@ -141,9 +162,12 @@ class Laps:
         self._watch = watch
         self._last, self._already = watch.lap(), already
 
-    def end(self, images: int) -> Rate:
-        """The rate since the last call, during which `images` were trained on."""
-        seconds, waiting = self._watch.lap()
+    def end(self, images: int, *, at: tuple[float, float] | None = None) -> Rate:
+        """The rate since the last call, during which `images` were trained on.
+
+        `at`: what the watch showed at the end of the lap, if that is not now.
+        """
+        seconds, waiting = at or self._watch.lap()
         before, self._last = self._last, (seconds, waiting)
         own, self._already = images - self._already, 0
         return Rate(own, seconds - before[0], waiting - before[1])

@@ -44,14 +44,20 @@ class _Shape(NamedTuple):
     trained: tuple[bool, ...]  # by weight
     modes: tuple[Hashable, ...]  # by module
 
+    def is_part_of(self, other: "_Shape") -> bool:
+        """Whether such an update does nothing that the other does not: it trains the same weights, or fewer."""
+        trains_fewer = all(mine <= its for mine, its in zip(self.trained, other.trained, strict=True))
+        return (self.tensors, self.modes) == (other.tensors, other.modes) and trains_fewer
+
 
 class CapturedStep:
     """A step that captures the updates of each shape and replays them: the same numbers, without the host's work.
 
     The first update of a shape is made as it is, on the stream that is captured later, so capturing changes nothing.
-    Layers that are frozen for a while are part of a shape. What changes from update to update, the host writes into
-    tensors that the graph reads: `Moving.at`. A generator that was seeded there gives a replay the random numbers of an
-    update without a graph: torch copies its seed and offset to the device before each replay.
+    Layers that are frozen for a while are part of a shape. An update of fewer weights than one that has a graph is
+    captured at once: kernels were chosen and state was made for that one. What changes from update to update, the host
+    writes into tensors that the graph reads: `Moving.at`. A generator that was seeded there gives a replay the random
+    numbers of an update without a graph: torch copies its seed and offset to the device before each replay.
 
     Replicas capture the messages of their gradients too, so all of them replay an update, or none does: a replay would
     wait for ever for a replica that sends nothing.
@@ -83,7 +89,7 @@ class CapturedStep:
             torch.cuda.synchronize(self._stream.device)
             with self._preparing():
                 self._step.prepare_for(micro_batches[0])
-        if shape not in self._graphs and self._made[shape] >= self._warm and not self._is_given_up:
+        if shape not in self._graphs and self._can_capture(shape) and not self._is_given_up:
             torch.cuda.synchronize(self._stream.device)  # the updates before are no part of it
             with self._preparing():
                 self._capture(shape, micro_batches)
@@ -102,6 +108,12 @@ class CapturedStep:
             modes=tuple((module.training, module.__dict__.get("track_running_stats")) for module in self._modules),
         )
 
+    def _can_capture(self, shape: _Shape) -> bool:
+        """Whether what no capture can do is done: by updates of this shape, or before a graph of more weights."""
+        if self._made[shape] or self._step.moving.uploads:
+            return self._made[shape] >= self._warm
+        return any(shape.is_part_of(other) for other in self._graphs)
+
     def _eager(self, micro_batches: Sequence[Batch]) -> Update:
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
@@ -115,7 +127,10 @@ class CapturedStep:
         return made
 
     def _capture(self, shape: _Shape, micro_batches: Sequence[Batch]) -> None:
-        """Add the graph of a shape. An update that one replica cannot capture, all make without, as all after it."""
+        """Add the graph of a shape. An update that one replica cannot capture, all make without, as all after it.
+
+        Unless it was the first of its shape, which may be captured after it.
+        """
         self._step.moving.model.zero_grad()  # they are made again in the graph's memory
         torch.cuda.empty_cache()  # what the updates before used is not in the graph's pool
         graph: _Graph | None = None
@@ -124,7 +139,8 @@ class CapturedStep:
             reasons = self._world.texts(reason, "capturing an update")
             if any(reasons):
                 graph = None
-                self._give_up(reasons)
+                if self._made[shape]:
+                    self._give_up(reasons)
         finally:
             if graph is None:
                 self._step.moving.model.zero_grad()  # never computed

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,11 +57,16 @@ class Log:
         self._epoch_laps = Laps(stopwatch, already=progress.epoch.images)
         self._run_laps = Laps(stopwatch)
         self._images = 0  # trained on by this process
+        self._late: list[Callable[[], None]] = []  # what is to be reported once the device has work again
         self._begun, self._before = stopwatch.clock(), progress.seconds
 
     def begin_epoch(self, epoch: int) -> None:
         """`epoch`: whole epochs before it."""
-        self.output.style.begin_epoch(epoch + 1, self.plan.last_epoch)
+        begin = partial(self.output.style.begin_epoch, epoch + 1, self.plan.last_epoch)
+        if self._late:  # its line follows that of the epoch before
+            self._late.append(begin)
+        else:
+            begin()
 
     def log(self, meter: Meter) -> None:
         """A log point: the only place where training waits for the device."""
@@ -83,7 +89,7 @@ class Log:
         self.output.measurements.note(update, self._means(self.state.progress.epoch))
         for each in self.also:
             each(update)
-        self.output.style.log(self._point(totals, rate))
+        self.output.style.log(self._point(totals, rate, seconds=self.output.stopwatch.lap()[0]))
         self.output.screen.show(totals.mean_loss)
 
     def _scale_metrics(self, totals: Totals) -> dict[str, float]:
@@ -99,11 +105,22 @@ class Log:
         return {"train/loss_scale": scale, "train/skipped": totals.skipped}
 
     def end_epoch(self, meter: Meter) -> None:
-        totals = meter.end_epoch()
-        rate = self._epoch_laps.end(totals.images)
+        """End an epoch; it is reported by `catch_up` if its numbers are still on their way from the device."""
+        self._late.append(partial(self._report_epoch, meter, self.output.stopwatch.split()))
+        if not meter.send():
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Report what is late: when the device has the next update to make, or before a save or a validation."""
+        while self._late:
+            self._late.pop(0)()
+
+    def _report_epoch(self, meter: Meter, lap: Callable[[], tuple[float, float]]) -> None:
+        totals, at = meter.end_epoch(), lap()
+        rate = self._epoch_laps.end(totals.images, at=at)
         self._images += rate.images
         self.output.measurements.note(self.state.progress.update, self._means(totals))
-        self.output.style.end_epoch(self._point(totals, rate))
+        self.output.style.end_epoch(self._point(totals, rate, seconds=at[0]))
 
     def _means(self, epoch: Totals) -> dict[str, float]:
         """What a checkpoint states: of the epoch so far, not of the last interval alone."""
@@ -138,7 +155,7 @@ class Log:
         """The rate of everything that this process trained on."""
         return self._run_laps.end(self._images)
 
-    def _point(self, totals: Totals, rate: Rate) -> Point:
+    def _point(self, totals: Totals, rate: Rate, *, seconds: float) -> Point:
         update = self.state.progress.update
         return Point(
             update=update,
@@ -154,7 +171,7 @@ class Log:
             lr=self.plan.lr(update - 1),
             scale=self.output.measurements.latest.get("train/loss_scale"),
             rate=rate,
-            seconds=self.output.stopwatch.lap()[0],
+            seconds=seconds,
             ends_epoch=self.plan.ends_epoch(update),
             validates=self.plan.validates_at(update),
         )

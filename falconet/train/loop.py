@@ -40,7 +40,9 @@ def train(
         world.at(f"reading the images of update {progress.update + 1}")
         for micro_batches in updates_of(epoch, done):
             world.at(f"update {progress.update + 1}")
-            meter.add(step(micro_batches, update=progress.update, lr=plan.lr(progress.update)))
+            made = step(micro_batches, update=progress.update, lr=plan.lr(progress.update))
+            watch.log.catch_up()  # on the epoch before, now that the device has something to do
+            meter.add(made)
             progress.update += 1
             if not plan.returns_at(progress.update):
                 continue
@@ -66,6 +68,8 @@ def _conclude(plan: Plan, meter: Meter, watch: Watch, *, world: World, stopping:
     is_last = progress.update == plan.updates
     progress.unvalidated = plan.validates_at(progress.update)
     saved = plan.saves_at(progress.update) or stopping
+    if saved or progress.unvalidated:
+        watch.log.catch_up()
     if saved:
         meter.read()
         saving.save()

@@ -16,7 +16,7 @@ from falconet.parallel.data_parallel import Replicas
 from falconet.parallel.grid import Grid
 from falconet.parallel.world import ALONE, World
 from falconet.report.sinks import Sink
-from falconet.train.step import Update
+from falconet.train.step import Update, moments_of
 
 
 class NotFiniteError(DivergedError):
@@ -27,37 +27,64 @@ class NotFiniteError(DivergedError):
         self.update = update  # counted from 1
 
 
+class _Sent(NamedTuple):
+    """Numbers of some updates on their way to the host."""
+
+    first: int  # the number of the first one, from 1
+    losses: Tensor  # updates x 2: loss, the part of smoothing
+    counts: Tensor  # updates x 2: correct images, all images
+    skips: Tensor  # updates
+    arrival: Any  # the moment when they are there
+
+
 class Meter:
     """Collects updates on the device until their numbers are read, which are those of all replicas."""
 
     def __init__(self, progress: Progress, world: World = ALONE, *, replicas: int = 1) -> None:
         """`replicas`: how many processes of the world compute a loss; the others add 0."""
         self.progress, self._world, self._replicas = progress, world, replicas
+        self._moments = moments_of(world.device)
         self._unread: list[Update] = []
+        self._sent: list[_Sent] = []
 
     def add(self, update: Update) -> None:
         self._unread.append(update)
+
+    def send(self) -> bool:
+        """Let the numbers come to the host while the device goes on; returns whether the host would wait for them.
+
+        A CPU has them at once. On other devices this is answered without a look, so that all processes do the same.
+        """
+        if self._unread:
+            read, self._unread = self._unread, []
+            # As few launches for many updates as for one: until the host is done, the device has nothing else to do.
+            losses = torch.stack([value for each in read for value in (each.loss, each.smoothing)]).view(-1, 2)
+            counts = torch.stack([value for each in read for value in (each.correct, each.images)]).view(-1, 2)
+            here = _Sent(
+                first=self.progress.update - len(read) + 1,
+                losses=_to_host(self._world.sum(losses.double() / self._replicas)),
+                counts=_to_host(self._world.sum(counts)),
+                skips=_to_host(torch.stack([each.skipped for each in read])),  # the same in every process
+                arrival=self._moments.mark(),
+            )
+            self._sent.append(here)
+        return bool(self._sent) and self._world.device.type != "cpu"
 
     def read(self) -> None:
         """Wait for the device and add its updates to the totals, one after the other.
 
         The order matters, because sums of floats depend on it: a restored run logs exactly the same numbers.
         """
-        if not self._unread:
-            return
-        first = self.progress.update - len(self._unread) + 1
-        losses = torch.stack([torch.stack((update.loss, update.smoothing)) for update in self._unread])
-        losses = losses.double() / self._replicas
-        counts = torch.stack([torch.stack((update.correct, update.images)) for update in self._unread])
-        means, sums = self._world.sum(losses).tolist(), self._world.sum(counts).tolist()
-        skips = torch.stack([update.skipped for update in self._unread]).tolist()  # the same in every process
-        self._unread.clear()
-        read = zip(means, sums, skips, strict=True)
-        for number, ((loss, smoothing), (correct, images), skipped) in enumerate(read, start=first):
-            if not math.isfinite(loss):
-                raise NotFiniteError(number, loss)
-            for totals in (self.progress.interval, self.progress.epoch):
-                totals.add(loss, correct, images, skipped, smoothing)
+        self.send()
+        while self._sent:
+            sent = self._sent.pop(0)
+            self._moments.reach(sent.arrival)
+            read = zip(sent.losses.tolist(), sent.counts.tolist(), sent.skips.tolist(), strict=True)
+            for number, ((loss, smoothing), (correct, images), skipped) in enumerate(read, start=sent.first):
+                if not math.isfinite(loss):
+                    raise NotFiniteError(number, loss)
+                for totals in (self.progress.interval, self.progress.epoch):
+                    totals.add(loss, correct, images, skipped, smoothing)
 
     def end_interval(self) -> Totals:
         """The totals since the last call."""
@@ -70,6 +97,11 @@ class Meter:
         self.read()
         totals, self.progress.epoch = self.progress.epoch, Totals()
         return totals
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """Where they are when the device has come to the copy; in pinned memory, or it would be waited for."""
+    return values.to("cpu", non_blocking=True)
 
 
 class Best(NamedTuple):

@@ -453,6 +453,7 @@ def build_moving(
         generators=generators_of(setup.device),
         averages=averages,
         replicas=replicas,
+        uploads=shards is not None or (isinstance(state.optimizer, HalfOptimizer) and state.optimizer.uploads),
     )
 
 

@@ -112,8 +112,8 @@ class ScaledMove:
         self._trained = [p for p in (shards.trained if shards else model).parameters() if p.requires_grad]
         self._everywhere, self._stages = shards.flags if shards else _same, elsewhere.stages
         self._watched = watched(model)
-        self._places: dict[tuple[int, ...], Tensor] = {}
         device = scale.value.device
+        self._places = torch.arange(len(self._trained), device=device).unbind()
         self._nothing = NonFinite(
             torch.zeros((), dtype=torch.bool, device=device), torch.full_like(scale.value, -1).long()
         )
@@ -156,10 +156,11 @@ class ScaledMove:
 
     def _placed(self, found: NonFinite) -> NonFinite:
         """The place among all trained parameters, where some are frozen for now and have no gradient."""
-        places = tuple(place for place, p in enumerate(self._trained) if p.grad is not None)
-        if places not in self._places:  # kept, because uploading them synchronises
-            self._places[places] = torch.tensor(places, device=found.first.device)
-        place = self._places[places].index_select(0, found.first.clamp_min(0).view(1))[0]
+        # Of places that are on the device: uploading others synchronises, which no capture can.
+        places = torch.stack(
+            [place for place, p in zip(self._places, self._trained, strict=True) if p.grad is not None]
+        )
+        place = places.index_select(0, found.first.clamp_min(0).view(1))[0]
         return found._replace(first=torch.where(found.found, place, -1))
 
 
@@ -174,6 +175,7 @@ class Moving:
     generators: Sequence[torch.Generator] = (torch.default_generator,)  # that dropout draws from
     averages: Sequence[Ema] = ()
     replicas: Replicas = field(default_factory=OneReplica)
+    uploads: bool = True  # whether moving other weights than before begins with an upload, which no capture can do
 
     def at(self, update: int, lr: float) -> None:
         """Set what changes from update to update."""

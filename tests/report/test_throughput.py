@@ -148,6 +148,49 @@ def test_waiting_beside_a_device_at_work_is_not_counted(clock):
     assert rate.waiting == pytest.approx(0.5 + 0.0 + 0.4)  # the third arrived 0.4 s after the device had nothing to do
 
 
+def test_a_lap_that_the_device_has_not_ended_yet_is_that_of_the_device(clock):
+    class Device:
+        """A second behind the host, until the host waits for it."""
+
+        def mark(self):
+            return clock() + 1.0 if clock() > 1000.0 else clock()
+
+        def reach(self, mark):
+            clock.now = max(clock.now, mark)
+
+        def between(self, first, second):
+            assert max(first, second) <= clock(), "the device has not been there"
+            return second - first
+
+    watch = Stopwatch(clock, Device())
+    laps = Laps(watch)
+    images = watch.waits(iter("abc"))
+    next(images)
+    clock.pass_by(2.0)
+    end = watch.split()
+    clock.pass_by(0.5)
+    next(images)  # of the next lap
+    assert laps.end(30, at=end()) == Rate(30, 3.0, 0.0)
+    assert clock.now == 1003.0
+    clock.pass_by(4.0)
+    assert laps.end(10) == Rate(10, 4.0, 0.0)
+
+
+def test_a_pause_after_a_lap_was_ended_does_not_change_it(clock):
+    watch = Stopwatch(clock)
+    laps = Laps(watch)
+    clock.pass_by(1.0)
+    with watch.standing():
+        clock.pass_by(70.0)
+    clock.pass_by(2.0)
+    end = watch.split()
+    clock.pass_by(0.25)
+    with watch.standing():
+        clock.pass_by(50.0)
+    assert laps.end(12, at=end()) == Rate(12, 3.0, 0.0)
+    assert laps.end(1) == Rate(1, 0.25, 0.0)
+
+
 def test_an_update_starts_at_the_previous_one_or_after_a_pause(clock):
     watch = Stopwatch(clock)
     for seconds in (2.0, 1.0):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -124,7 +125,7 @@ class Notes:
                 torch._C, f"_cuda_{name}", lambda *_, name=name: self.events.append(name), raising=False
             )
         self.model = torch.nn.Linear(2, 2)
-        self.moving = SimpleNamespace(model=self.model, at=lambda update, lr: None)
+        self.moving = SimpleNamespace(model=self.model, at=lambda update, lr: None, uploads=True)
         self.error = None
         self.step = CapturedStep(self, World(device=stream.device), note=self.note.append)
 
@@ -180,6 +181,91 @@ def test_each_size_and_every_change_of_what_is_trained_has_a_graph(notes):
     for _ in range(2):
         notes.update()
     assert notes.events == ["make 4", "capture", "make 4", "replay"]
+
+
+@pytest.fixture
+def whole(notes):
+    """A graph of all weights, in a step whose updates upload nothing; its model has a layer with two modes."""
+    notes.model.add_module("dropout", torch.nn.Dropout())
+    notes.moving.uploads = False
+    notes.step = CapturedStep(notes, World(device=torch.device("cuda", 0)), note=notes.note.append)
+    for _ in range(2):
+        notes.update()
+    notes.events.clear()
+    return notes
+
+
+def test_an_update_of_fewer_weights_is_captured_at_once(whole):
+    whole.model.weight.requires_grad_(False)
+    for _ in range(2):
+        whole.update()
+    assert whole.events == ["capture", "make 4", "replay", "replay"]
+    whole.events.clear()
+    whole.model.bias.requires_grad_(False)
+    whole.update()
+    assert whole.events == ["capture", "make 4", "replay"]
+
+
+def test_an_update_that_no_graph_contains_is_made_once_before_it_is_captured(whole):
+    whole.model.eval()
+    whole.model.weight.requires_grad_(False)
+    for _ in range(2):
+        whole.update()
+    assert whole.events == ["make 4", "capture", "make 4", "replay"], "another mode"
+    whole.events.clear()
+    for _ in range(2):
+        whole.update(2)
+    assert whole.events == ["make 2", "capture", "make 2", "replay"], "another size"
+    whole.events.clear()
+    whole.model.weight.requires_grad_(True)
+    for _ in range(2):
+        whole.update()
+    assert whole.events == ["make 4", "capture", "make 4", "replay"], "more weights"
+
+
+def test_an_update_is_no_part_of_one_that_was_only_made_without_a_graph(notes):
+    notes.moving.uploads = False
+    notes.update()
+    notes.model.weight.requires_grad_(False)
+    notes.update()
+    assert notes.events == ["make 4", "make 4"]
+
+
+def test_fewer_weights_that_cannot_be_captured_at_once_are_after_an_update(whole):
+    whole.model.weight.requires_grad_(False)
+    whole.error = RuntimeError("not loaded yet")
+    whole.update()
+    whole.error = None
+    whole.update()
+    assert whole.events == ["capture", "make 4", "make 4", "capture", "make 4", "replay"]
+    assert whole.note == []
+
+
+def test_fewer_weights_that_can_never_be_captured_end_all_captures(whole):
+    whole.model.weight.requires_grad_(False)
+    whole.error = RuntimeError("never")
+    for _ in range(3):
+        whole.update()
+    assert whole.events == ["capture", "make 4", "make 4", "capture", "make 4", "make 4", "make 4"]
+    assert whole.note == ["note: updates are not captured as CUDA graphs, which takes longer: never"]
+
+
+@pytest.mark.parametrize(
+    ("line", "uploads"),
+    [
+        ("--optimizer sgd", False),
+        ("--optimizer adamw", False),
+        ("--model speednet8-cifar --optimizer muon", False),
+        ("--model speednet8-cifar --optimizer muon --precision 16.32 --loss-scaling 128", False),
+        ("--optimizer sgd --precision 16.32 --loss-scaling 128", True),
+        ("--optimizer adamw --precision 16.16", True),
+    ],
+)
+def test_rules_with_tables_of_the_weights_upload_them(line, uploads):
+    loaded = load(TrainOptions, from_line(f"{TINY} {line}".split(), options_of(TrainOptions)))
+    launch = prepare(loaded)
+    phase = BuiltPhase(launch, open_site(launch))
+    assert phase.step(phase.new_state()).moving.uploads == uploads
 
 
 def test_a_step_can_be_asked_for_more_updates_before_it_captures_one(notes):
@@ -287,6 +373,19 @@ CASES = {
         )
         for rule, model in (("sgd", "resnet8-cifar"), ("lars", "resnet8-cifar"), ("muon", "speednet8-cifar"))
     },
+    **{
+        f"freezing, {rule}, without a scale": (
+            f"--model {model} --freeze conv1 --freeze-after 1 --precision bf16.32 --ema-half-life 1 --optimizer {rule}"
+        )
+        for rule, model in (
+            ("sgd", "resnet8-cifar"),
+            ("adamw", "resnet8-cifar"),
+            ("rmsprop", "resnet8-cifar"),
+            ("rmsprop_tf", "resnet8-cifar --optimizer-eps 0.001"),
+            ("lars", "resnet8-cifar"),
+            ("muon", "speednet8-cifar"),
+        )
+    },
 }
 
 
@@ -345,6 +444,40 @@ def test_captured_updates_are_the_others_bit_for_bit(case, capfd):
         captured.update(micro_batches)
         plain.update(micro_batches)
     assert_same(captured, plain)
+    assert "not captured" not in capfd.readouterr().out
+
+
+@pytest.fixture
+def eager_updates(monkeypatch):
+    """Gets the micro-batches of each update that a captured step makes without a graph."""
+    made, plain = [], CapturedStep._eager
+
+    def noted(step, micro_batches):
+        made.append(micro_batches)
+        return plain(step, micro_batches)
+
+    monkeypatch.setattr(CapturedStep, "_eager", noted)
+    return made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "warm"),
+    [
+        ("freezing, sgd, without a scale", 1),
+        ("freezing, adamw, without a scale", 1),
+        ("freezing, muon, without a scale", 1),
+        ("freezing, muon", 1),
+        ("freezing, sgd", 2),  # whose tables are uploaded
+        ("freezing, rmsprop_tf, without a scale", 2),
+    ],
+)
+def test_after_freezing_updates_are_captured_at_once_unless_their_rule_uploads(case, warm, eager_updates, capfd):
+    trained = Trained(f"--iterations 4 --epoch 2 {CASES[case]}")
+    for micro_batches in trained.updates():
+        trained.update(micro_batches)
+    assert len(trained.step._graphs) == 2
+    assert len(eager_updates) == warm
     assert "not captured" not in capfd.readouterr().out
 
 
@@ -418,6 +551,27 @@ def test_a_restored_run_captures_again_and_continues_bit_for_bit(falconet, monke
     assert_bitwise(Path("straight"), Path("other"))
 
 
+LATE = f"train {SMALL} --iterations 6 --epoch 3 --log-interval 1000 --checkpoint-save-freq 3 --validation-mode after"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stopped", [5, 6, 7])
+def test_a_run_restored_around_an_epoch_that_is_reported_late_is_the_straight_one(falconet, monkeypatch, stopped):
+    line = f"{LATE} {CASES['freezing, muon, without a scale']}"
+    straight = falconet(f"{line} --run-dir straight")
+    assert straight.code == 0
+    with monkeypatch.context() as patched:
+        stop_at(patched, stopped)
+        first = falconet(f"{line} --run-dir other")
+    assert first.code == 130
+    second = falconet("restore other")
+    assert second.code == 0
+    assert_bitwise(Path("straight"), Path("other"))
+    rows = [re.findall(r"^ +(\d/3 +\S+ +\S+)", out, re.MULTILINE) for out in (straight.out, first.out + second.out)]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 3
+
+
 @pytest.mark.gpu
 def test_captured_updates_in_a_row_are_the_same(falconet):
     for number in (1, 4):
@@ -482,9 +636,10 @@ def test_memory_that_runs_out_in_a_capture_is_answered_with_what_fits(falconet, 
 
 
 @pytest.mark.gpu
-def test_a_loss_that_is_not_finite_ends_a_captured_run_as_any_other(falconet):
-    """The loss of the second update is; it is read after the sixth."""
-    line = f"{RUN} {CASES['plain']} --lr 1e20 --logs-per-epoch 1"
+@pytest.mark.parametrize("points", ["--logs-per-epoch 1", "--log-interval 1000 --checkpoint-save-freq 2"])
+def test_a_loss_that_is_not_finite_ends_a_captured_run_as_any_other(falconet, points):
+    """The loss of the second update is; it is read after the sixth, when the seventh is under way with rare points."""
+    line = f"train {SMALL} --iterations 6 --epoch 2 {CASES['plain']} --lr 1e20 --validation-mode after {points}"
     answers = [falconet(f"{line} {switch} --run-dir r{switch}") for switch in ("", "--no-capture")]
     assert answers[0].err == answers[1].err
     assert "the loss is nan" in answers[0].err
@@ -583,6 +738,21 @@ def test_captured_updates_with_norms_over_replicas_are_the_others_bit_for_bit(on
     norms = captured.phase.placement.fused_norms[0]
     each = 2 * norms * len(updates[0])  # forward and backward
     assert gathered == [each] * (WARM + 1) + [0] * (UPDATES - WARM - 1)
+    assert_same(captured, plain)
+    assert "not captured" not in capfd.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("more", "warm"), [("", 1), ("--enable-optimizer-rts --bucket-size 0.05", 2)])
+def test_a_replica_captures_fewer_weights_at_once_unless_its_state_is_sharded(
+    one_rank, eager_updates, more, warm, capfd
+):
+    line = f"--iterations 4 --epoch 2 {CASES['freezing, adamw, without a scale']} {more}"
+    captured, plain = Trained(line, one_rank), Trained(f"{line} --no-capture", one_rank)
+    for micro_batches in captured.updates():
+        captured.update(micro_batches)
+        plain.update(micro_batches)
+    assert len(eager_updates) == warm
     assert_same(captured, plain)
     assert "not captured" not in capfd.readouterr().out
 

@@ -8,6 +8,7 @@ import resource
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from falconet.errors import CheckpointError, DiskError, UnsavedError
 from falconet.optim.ema import Ema
 from falconet.optim.optimizers import build_optimizer
 from falconet.optim.schedules import Schedule
+from falconet.parallel.world import ALONE, World
 from falconet.report.console import Screen
 from falconet.report.styles import Facts, Falconet, Origin, RunLog
 from falconet.report.throughput import Stopwatch
@@ -32,6 +34,7 @@ from falconet.train.metrics import Measurements, Meter, NotFiniteError
 from falconet.train.plan import Plan
 from falconet.train.save import Identity, Saving
 from falconet.train.step import Update
+from runs import assert_bitwise
 from tiny import TINY
 
 LIMIT = 300  # seconds; a save takes milliseconds
@@ -128,14 +131,15 @@ class Desk:
         """The cells of each epoch."""
         return [line.split() for line in self.text.getvalue().splitlines() if "/" in line and "images" not in line]
 
-    def train(self, *losses, seconds=1.0):
+    def train(self, *losses, seconds=1.0, read=True):
         for loss in losses:
             self.clock.now += seconds
             self.meter.add(
                 Update(torch.tensor(loss), torch.tensor(0.0), torch.tensor(2), torch.tensor(8), torch.tensor(0))
             )
             self.progress.update += 1
-        self.meter.read()
+        if read:
+            self.meter.read()
 
     def save(self, *, until):
         """Train up to an update and save there."""
@@ -189,6 +193,62 @@ def test_an_epoch_is_a_row_with_its_numbers_and_those_of_its_validation(desk):
     at.validation.run()
     assert at.rows == [["1/5", "2.5000", "25.00%", "1.5000", "75.00%", "0.68", "16", "2.0s", "*"]]
     assert at.log.whole_run().images_per_second == 16.0
+
+
+def test_an_epoch_whose_numbers_are_on_their_way_is_reported_later_and_the_same(desk):
+    rows = []
+    for world in (ALONE, World(device=torch.device("meta"))):
+        at = desk()
+        at.meter = Meter(at.progress, world)
+        at.train(1.0, 2.0, 3.0, 4.0, seconds=0.5, read=False)
+        at.log.end_epoch(at.meter)
+        assert bool(at.output.measurements.for_checkpoint(UPDATES)["metrics"]) == (world is ALONE)
+        at.clock.now += 0.125  # the next update is on its way
+        at.log.catch_up()
+        assert at.log.whole_run().images == 32
+        at.validation.measure = lambda *_: found(100)
+        at.validation.run()
+        rows.append((at.rows[0][:8], at.output.measurements.for_checkpoint(UPDATES)["metrics"]["train_loss"]))
+    assert rows[0] == rows[1]
+    assert rows[0][0][6] == "16"  # images per second, of two seconds
+
+
+def test_the_line_of_an_epoch_comes_before_that_of_the_next_one(desk):
+    at, told = desk(), []
+    at.log.output = replace(
+        at.output,
+        style=SimpleNamespace(
+            begin_epoch=lambda epoch, of: told.append(f"begins {epoch}"),
+            end_epoch=lambda point: told.append(f"ends {point.epoch:g}"),
+        ),
+    )
+    at.meter = Meter(at.progress, World(device=torch.device("meta")))
+    at.log.begin_epoch(0)
+    at.train(1.0, 1.0, 1.0, 1.0, read=False)
+    at.log.end_epoch(at.meter)
+    at.log.begin_epoch(1)
+    assert told == ["begins 1"]
+    at.log.catch_up()
+    at.log.begin_epoch(2)
+    assert told == ["begins 1", "ends 1", "begins 2", "begins 3"]
+
+
+def test_a_run_whose_numbers_come_later_writes_the_same(falconet, monkeypatch):
+    line = f"train {TINY} --log-interval 1000 --checkpoint-save-freq 2 --validation-mode after --ema-half-life 1"
+    answers, plain, late = [falconet(f"{line} --run-dir at-once")], Meter.send, []
+
+    def send(meter):
+        plain(meter)
+        late.append(bool(meter._sent))
+        return late[-1]
+
+    monkeypatch.setattr(Meter, "send", send)
+    answers.append(falconet(f"{line} --run-dir late"))
+    assert late.count(True) >= 2
+    assert_bitwise(Path("at-once"), Path("late"))
+    rows = [re.findall(r"^ +(\d/\d +\S+ +\S+)", answer.out, re.MULTILINE) for answer in answers]
+    assert len(rows[0]) >= 2
+    assert rows[0] == rows[1]
 
 
 def test_validating_and_saving_do_not_count_as_training_time(desk):

@@ -37,10 +37,11 @@ def plan(**changes):
 class Story:
     """Step, data and watch in one: records what the loop does with each."""
 
-    def __init__(self, *, stop_at=None, stop_in=None, fail_in=None, error=None, losses=(), world=ALONE):
+    def __init__(self, *, stop_at=None, stop_in=None, fail_in=None, error=None, losses=(), world=ALONE, lags=False):
+        """`lags`: the numbers of an epoch are on their way when it ends, as on a GPU."""
         self.events, self.progress, self.saved = [], Progress(), None
         self.stop_at, self.stop_in, self.fail_in, self.losses = stop_at, stop_in, fail_in, dict(losses)
-        self.error, self.world = error or DataError("bad"), world
+        self.error, self.world, self.lags, self.late = error or DataError("bad"), world, lags, None
 
     def updates_of(self, epoch, skip):
         for done in range(skip, UPDATES):
@@ -55,7 +56,15 @@ class Story:
         self.events.append(("log", self.progress.update, meter.end_interval()))
 
     def end_epoch(self, meter):
-        self.events.append(("end of epoch", self.progress.update, meter.end_epoch()))
+        meter.send()
+        self.late = meter
+        if not self.lags:
+            self.catch_up()
+
+    def catch_up(self):
+        meter, self.late = self.late, None
+        if meter:
+            self.events.append(("end of epoch", self.progress.update, meter.end_epoch()))
 
     def validate(self):
         if self.progress.update == self.stop_in:
@@ -79,7 +88,7 @@ class Story:
     def run(self, progress=None, **changes):
         self.progress = progress or Progress()
         watch = SimpleNamespace(
-            log=SimpleNamespace(log=self.log_point, end_epoch=self.end_epoch),
+            log=SimpleNamespace(log=self.log_point, end_epoch=self.end_epoch, catch_up=self.catch_up),
             validation=SimpleNamespace(run=self.validate),
             saving=SimpleNamespace(save=self.save, amend=self.amend),
             stopping=self.stopping,
@@ -140,6 +149,42 @@ def test_everything_happens_after_the_update_that_the_plan_names():
         10: ["log"],
         12: ["log", "end of epoch", "save", "validate", "amend"],
     }
+
+
+RARE = {"log_interval": 5, "validation_frequency": 3, "epochs_per_save": 3}  # an epoch ends with nothing else due
+
+
+def test_an_epoch_whose_numbers_are_on_their_way_is_told_after_the_next_update_was_started():
+    at_once, late = Story().run(**RARE).events, Story(lags=True).run(**RARE).events
+    names = [name for name, *_ in late]
+    assert [event for event in late if event[0] != "step"] == [event for event in at_once if event[0] != "step"]
+    assert [number for name, number, *_ in late if name == "end of epoch"] == [4, 8, 12]
+    assert names[4:7] == ["step", "end of epoch", "log"]  # the fifth update, then the epoch before it
+    assert names[-5:] == ["log", "end of epoch", "save", "validate", "amend"]
+
+
+@pytest.mark.parametrize("due", [{"epochs_per_save": 1}, {"validation_frequency": 1}], ids=["a save", "a validation"])
+def test_an_epoch_is_told_before_what_is_due_at_its_end(due):
+    changes = RARE | due
+    assert Story(lags=True).run(**changes).events == Story().run(**changes).events
+
+
+@given(st.integers(1, EPOCHS * UPDATES))
+def test_a_run_stopped_while_numbers_are_on_their_way_saves_all_of_them(stop_at):
+    first = Story(lags=True, stop_at=stop_at)
+    with pytest.raises(Interrupted):
+        first.run(**RARE)
+    assert first.late is None
+    second = Story().run(Progress.from_json(first.saved), **RARE)
+    told = [event for event in trained(first) + trained(second) if event[0] != "step"]
+    assert told == [event for event in trained(Story().run(**RARE)) if event[0] != "step"]
+
+
+def test_a_loss_that_is_not_finite_is_noticed_one_update_later_at_most_and_never_saved():
+    story = Story(lags=True, losses={3: float("nan")})
+    with pytest.raises(DivergedError, match=r"^update 3: the loss is nan$"):
+        story.run(**RARE)
+    assert (sum(name == "step" for name, *_ in story.events), story.progress.update, story.saved) == (5, 4, None)
 
 
 def test_a_checkpoint_holds_the_totals_up_to_its_update():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from falconet.checkpoint.state import Progress, Totals
 from falconet.errors import DivergedError
+from falconet.parallel.world import World
 from falconet.train.metrics import Meter, NotFiniteError
 from falconet.train.step import Update
 
@@ -59,6 +60,28 @@ def test_intervals_and_epochs_reset_independently():
     assert meter.progress.interval == meter.progress.epoch == Totals()
 
 
+@pytest.mark.parametrize("others", [0, 2])
+def test_numbers_that_were_sent_are_added_before_those_of_later_updates(others):
+    straight, sent = Meter(Progress()), Meter(Progress())
+    for meter in (straight, sent):
+        add(meter, *map(update, LOSSES[:5]))
+    assert sent.send() is False  # a CPU has them at once
+    for meter in (straight, sent):
+        add(meter, *map(update, LOSSES[5 : 5 + others]))
+    assert sent.end_interval() == straight.end_interval()
+    assert sent.progress == straight.progress
+
+
+def test_numbers_of_another_device_are_on_their_way_until_they_are_read():
+    meter = Meter(Progress(), World(device=torch.device("meta")))
+    assert not meter.send()  # there are none
+    add(meter, update(1.0))
+    assert meter.send()
+    assert meter.send()
+    meter.read()
+    assert not meter.send()
+
+
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_loss_that_is_not_finite_names_its_update_and_keeps_earlier_totals(loss, at):
@@ -80,6 +103,26 @@ def test_collecting_never_reads_from_the_device():
     add(meter, update(1.0, device="meta"))  # a meta tensor has no number to give
     with pytest.raises(NotImplementedError):
         meter.read()
+
+
+@pytest.mark.gpu
+def test_the_device_goes_on_while_its_numbers_come():
+    device, cycles = torch.device("cuda", 0), 200_000_000  # about 0.1 s
+    meter = Meter(Progress(), World(device=device))
+    updates = [update(loss, device="cuda") for loss in (1.0, 2.0)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(cycles)
+        add(meter, *updates)
+        assert meter.send()
+        torch.cuda._sleep(cycles)
+        ended = torch.cuda.Event()
+        ended.record()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert meter.end_epoch() == Totals(2, 3.0, 2, 4, smoothing=0.75)
+    assert not ended.query()
 
 
 def test_a_restored_meter_continues_exactly():
