@@ -210,6 +210,7 @@ if __name__ == "__main__":
     for side, act, two in ((9, "gelu", False), (12, "relu", True), (13, "none", True)):
         found[f"{side} pixels, halved, {act}"] = halved_errors((2, 24, side, side + 1), act, two)
     found["channels beyond a tile, halved"] = halved_errors((3, 144, 7, 7), "gelu", False)
+    found["more images than a program takes, halved"] = halved_errors((11, 272, 3, 5), "gelu", False)
     found["peaks"] = peak_errors((3, 300, 3, 4))
     found["peaks of NaN"] = peak_errors((3, 300, 3, 4), broken=(0, 5, 11))
     for side, act, outputs in ((9, "gelu", 24), (32, "silu", 32)):

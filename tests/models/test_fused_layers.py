@@ -21,6 +21,7 @@ CASES = [
     *(f"{name}, gated" for name in SHAPES),
     *("9 pixels, pooled", "12 pixels, pooled"),
     *("9 pixels, halved, gelu", "12 pixels, halved, relu", "13 pixels, halved, none", "channels beyond a tile, halved"),
+    "more images than a program takes, halved",
     *("9 pixels, stem", "32 pixels, stem", "peaks", "peaks of NaN"),
     *("random", "huge mean", "tiny variance", "constant"),
 ]

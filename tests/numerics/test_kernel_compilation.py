@@ -70,6 +70,13 @@ def resources(cubin):
     return {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", words)}
 
 
+def is_read_ahead(cubin):
+    """Whether tiles are copied to shared memory while others are computed."""
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    words = subprocess.run([program, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    return "LDGSTS" in words
+
+
 def type_of(value):
     if isinstance(value, torch.Tensor):
         return f"*{NAMES[value.dtype]}"
@@ -199,6 +206,18 @@ def test_a_pooled_norm_compiles(dtype, compiled):
     module.halve_normed(x, found, act="gelu")
     module.spread_halved(Reached(pooled, pooled, act="gelu"), pooled, found, found, winners, shape=x.shape)
     assert compiled > kernels  # and what merges a norm's sums
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("channels", [64, 256])
+def test_the_gradient_of_a_halved_image_compiles_without_spills(channels, compiled, tmp_path):
+    module, _ = kernels_of("falconet.models.pool_kernels")
+    pooled = torch.zeros(2, channels, 15, 15, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    found, winners = torch.ones(4, channels), pooled.to(torch.uint8)
+    shape = torch.Size((2, channels, 31, 31))
+    module.spread_halved(Reached(pooled, act="gelu"), pooled, found, found, winners, shape=shape)
+    assert resources(tmp_path / "_spread_halved.cubin")["STACK"] == 0
+    assert is_read_ahead(tmp_path / "_spread_halved.cubin")
 
 
 @pytest.mark.run
