@@ -222,7 +222,7 @@ def test_the_gradient_of_a_halved_image_compiles_without_spills(channels, compil
 
 @pytest.mark.run
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_fused_stem_compiles(dtype, compiled):
+def test_a_fused_stem_compiles_without_spills(dtype, compiled, tmp_path):
     module, kernels = kernels_of("falconet.models.stem_kernels")
     images, conv = (
         torch.zeros(2, 4, 32, 32, dtype=dtype).to(memory_format=torch.channels_last),
@@ -231,6 +231,8 @@ def test_a_fused_stem_compiles(dtype, compiled):
     z = module.forward(images, conv, act="gelu", outputs=32)
     module.bias_gradient(z, images, conv, act="gelu")
     assert compiled == kernels
+    assert all(resources(tmp_path / f"{name}.cubin")["STACK"] == 0 for name in kernels)
+    assert all(is_read_ahead(tmp_path / f"{name}.cubin") for name in kernels)
 
 
 @pytest.mark.run
