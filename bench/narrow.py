@@ -10,7 +10,7 @@ TRITON_INTERPRET=1 PYTHONPATH=. python bench/narrow.py --device cpu      tries t
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,11 +20,10 @@ from torch.nn import functional
 from falconet.models import grouped_kernels, narrow_kernels
 from falconet.models.narrow import Tiling
 from falconet.numerics.kernels.compilation import Compilation
-from timing import median_milliseconds
+from timing import microseconds
 
 SPEED = 4.2e12  # bytes per second that an H200's memory gives
 BUFFERS = 300e6  # bytes that calls take turns in, at least
-CALLS = 8  # that are captured together, at least
 AGREE = 1e-4  # relative error, at most: that of sums in fp32, far below bf16's
 THEIRS = {"cuDNN": (True, False), "cuDNN, any": (False, False), "cuDNN, tried": (False, True)}  # deterministic, tried
 
@@ -136,20 +135,6 @@ def grouped(x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
     images, channels, height, width = x.shape
     sizes = grouped_kernels.Geometry(images, channels, height, width, channels, 1)
     return grouped_kernels.weight_gradient(x, dy, weight, sizes)
-
-
-def microseconds(call: Callable[[Tensor, Tensor], object], buffers: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Of one captured call."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call(*buffers[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    rounds = -(-CALLS // len(buffers))
-    with torch.cuda.graph(graph):
-        for each in rounds * [*buffers]:
-            call(*each)
-    return 1000 * median_milliseconds(graph.replay, repeats=10) / (rounds * len(buffers))
 
 
 def line(name: str, words: str) -> None:

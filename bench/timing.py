@@ -1,9 +1,12 @@
 """Time calls with the GPU's clock; shared by the comparisons in this folder."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
+
+CALLS = 8  # that are captured together, at least
 
 
 def milliseconds(call: Callable[[], None], *, repeats: int) -> list[float]:
@@ -22,3 +25,17 @@ def median_milliseconds(call: Callable[[], None], *, repeats: int = 40) -> float
     for _ in range(5):
         call()
     return statistics.median(milliseconds(call, repeats=repeats))
+
+
+def microseconds(call: Callable[..., object], buffers: Sequence[tuple[Tensor, ...]]) -> float:
+    """Microseconds of one captured call; calls take turns in the buffers."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(*buffers[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    rounds = -(-CALLS // len(buffers))
+    with torch.cuda.graph(graph):
+        for each in rounds * [*buffers]:
+            call(*each)
+    return 1000 * median_milliseconds(graph.replay, repeats=10) / (rounds * len(buffers))

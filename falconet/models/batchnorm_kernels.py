@@ -57,16 +57,14 @@ def reciprocal(v):
 
 
 @triton.jit
-def normal(v):
-    """The probability that a normal variable is less than v, and its density there; both to 1e-7.
+def _tail(v):
+    """exp(-v^2 / 2), and by what it is multiplied for the probability that a normal variable is |v| or more; to 1e-7.
 
     By Abramowitz and Stegun's 7.1.26, whose exponential is that of the density: a third of the instructions of erf.
     """
-    density = tl.exp2(v * v * -0.7213475204444817)  # exp(-v^2 / 2), the factor is applied below
     t = reciprocal(1.0 + 0.2316418883 * tl.abs(v))
-    series = 1.421413741 + t * (-1.453152027 + t * 1.061405429)
-    beyond = 0.5 * density * t * (0.254829592 + t * (-0.284496736 + t * series))  # |v| or more
-    return tl.where(v < 0.0, beyond, 1.0 - beyond), density * 0.3989422804014327
+    series = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
+    return tl.exp2(v * v * -0.7213475204444817), t * (0.127414796 + t * (-0.142248368 + t * series))
 
 
 @triton.jit
@@ -80,8 +78,9 @@ def activated(v, ACT: tl.constexpr):
     if ACT == 4:
         v = tl.where(v <= 0.0, 0.0, tl.where(v >= 6.0, 6.0, v))
     if ACT == 5:
-        less, _ = normal(v)
-        v = v * less
+        bell, tail = _tail(v)
+        beyond = bell * tail
+        v = v * tl.where(v < 0.0, beyond, 1.0 - beyond)
     return v
 
 
@@ -98,8 +97,9 @@ def passed(v, d, ACT: tl.constexpr):
     if ACT == 4:
         d = tl.where((v > 0.0) & (v < 6.0), d, 0.0)
     if ACT == 5:
-        less, density = normal(v)
-        d = d * (less + v * density)
+        bell, tail = _tail(v)
+        slope = bell * (tail - 0.3989422804014327 * tl.abs(v))  # at -|v|
+        d = d * tl.where(v < 0.0, slope, 1.0 - slope)
     return d
 
 

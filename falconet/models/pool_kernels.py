@@ -9,7 +9,8 @@ value of each channel, as SpeedNet ends with.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202, N803
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -37,7 +38,20 @@ if TYPE_CHECKING:
 
 TILED = 1024  # elements of a tile
 WIDE = 256  # channels of a program that looks at all pixels of an image
-SIZES = ["count", "height", "width", "tiles", "joined"]  # compiled once for all values
+
+
+class Spreading(NamedTuple):
+    """How the gradient of what was halved is divided."""
+
+    elements: int  # of a tile
+    widths: Sequence[int]  # channels that a tile may have
+    warps: int
+    stages: int  # tiles that are loaded at a time
+    share: int  # images of a program
+
+
+SPREADING = Spreading(elements=1024, widths=(*WIDTHS, 256), warps=4, stages=3, share=8)
+SIZES = ["count", "images", "height", "width", "tiles", "share", "joined"]  # compiled once for all values
 
 
 @triton.jit
@@ -199,26 +213,38 @@ def _halve_normed(y, statistics, z, count, height, width, units, UNIT: tl.conste
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _spread_halved(dz, dz2, pooled, winners, statistics, slopes, dy, count, height, width, units,
+def _spread_halved(dz, dz2, pooled, winners, statistics, slopes, dy, images, height, width, tiles, share, units,
                    UNIT: tl.constexpr, ACT: tl.constexpr, TWO: tl.constexpr,
-                   ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The gradient of y, for blocks of four pixels; an odd last line or column, which no window has, gets zeros."""
+                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """The gradient of y, for blocks of four pixels; an odd last line or column, which no window has, gets zeros.
+
+    A program takes the same blocks of `share` images: where they are in an image, and what is known of their channels,
+    it finds once. `tiles`: of an image.
+    """
     channels = units * UNIT
     columns, channel, there = columns_of(channels, 1, COLUMNS)
-    lower, far = height // 2, width // 2
-    rows, image, line, column, exists = _place(tl.program_id(0), count, (height + 1) // 2, (width + 1) // 2, ROWS)
-    inside = (exists & (line < lower) & (column < far))[:, None] & there[None, :]
-    offsets = ((image * lower + line).to(tl.int64) * far + column)[:, None] * channels + columns[None, :]
+    lower, far, across = height // 2, width // 2, (width + 1) // 2
+    block = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    line, column = block // across, block % across
+    inside = ((line < lower) & (column < far))[:, None] & there[None, :]
+    offsets = ((line * far + column) * channels)[:, None] + columns[None, :]
     factor, bias, mean = numbers_of(statistics, channel, channels, there)
-    d, v = gradient(dz, dz2, pooled, dz, rows, offsets, inside, factor, bias, mean, count, channels,
-                    ACT, TWO, False, ROWS, COLUMNS)  # fmt: skip
-    d = sloped(d, v, slopes, channel, channels, there)
-    winner = tl.load(winners + offsets, mask=inside, other=4).to(tl.int32)
-    for tap in tl.static_range(4):
-        down, right = 2 * line + tap // 2, 2 * column + tap % 2
-        placed = (exists & (down < height) & (right < width))[:, None] & there[None, :]
-        target = ((image * height + down).to(tl.int64) * width + right)[:, None] * channels + columns[None, :]
-        tl.store(dy + target, tl.where(winner == tap, d, 0.0).to(dy.dtype.element_ty), mask=placed)
+    away = row_of(slopes, 1, channel, channels, there)
+    rest = row_of(slopes, 3, channel, channels, there)
+    first = tl.program_id(0) // tiles * share
+    for number in tl.range(tl.minimum(share, images - first), num_stages=STAGES):
+        image = (first + number).to(tl.int64)
+        start = image * (lower * far * channels)
+        winner = tl.load(winners + start + offsets, mask=inside, other=4)
+        d, v = gradient(dz + start, dz2 + start, pooled + start, dz, block, offsets, inside, factor, bias, mean,
+                        images, channels, ACT, TWO, False, ROWS, COLUMNS)  # fmt: skip
+        d = (d * factor + (v - mean) * away + rest).to(dy.dtype.element_ty)  # as `sloped`, whose a is the norm's factor
+        image_dy = dy + image * (height * width * channels)
+        for tap in tl.static_range(4):
+            down, right = 2 * line + tap // 2, 2 * column + tap % 2
+            placed = ((down < height) & (right < width))[:, None] & there[None, :]
+            target = ((down * width + right) * channels)[:, None] + columns[None, :]
+            tl.store(image_dy + target, tl.where(winner == tap, d, 0.0), mask=placed)
 
 
 @triton.jit
@@ -291,10 +317,16 @@ def spread_halved(
     """The gradient of what was halved, which has this shape."""
     dz, dz2, _, act = reached
     dy = torch.empty(shape, dtype=pooled.dtype, device=pooled.device, memory_format=torch.channels_last)
-    grid, constants = _walked(dy)
-    _spread_halved[grid](
+    images, channels, height, width = shape
+    elements, widths, warps, stages, share = SPREADING
+    columns = _fitting(channels, widths)
+    tiles = -(-((height + 1) // 2) * ((width + 1) // 2) // (elements // columns))
+    unit = 1 if channels % 8 else 8
+    _spread_halved[tiles * -(-images // share), -(-channels // columns)](
         dz, dz if dz2 is None else dz2, pooled, winners, found, slopes, dy,
-        ACT=ACTIVATIONS[act], TWO=dz2 is not None, **constants,
+        images=images, height=height, width=width, tiles=tiles, share=share, units=channels // unit, UNIT=unit,
+        ACT=ACTIVATIONS[act], TWO=dz2 is not None, ROWS=elements // columns, COLUMNS=columns, STAGES=stages,
+        num_warps=warps, **FUSED,
     )  # fmt: skip
     return dy
 
@@ -341,12 +373,16 @@ def backward(
     return Gradients(dy, *own)
 
 
+def _fitting(channels: int, widths: Sequence[int]) -> int:
+    """The widest that leaves the least unused."""
+    return min(widths, key=lambda width: (-(-channels // width) * width, -width))
+
+
 def _walked(y: Tensor, pooled: Tensor | None = None) -> tuple[tuple[int, int], dict[str, int]]:
     """Grid and constants of a pass over the pooled pixels; without them, over blocks of four, the last cut short."""
     images, channels, height, width = y.shape
     count = images * ((height + 1) // 2) * ((width + 1) // 2) if pooled is None else pooled.numel() // channels
-    unit = 1 if channels % 8 else 8
-    columns = min(WIDTHS, key=lambda width: (-(-channels // width) * width, -width))
+    unit, columns = 1 if channels % 8 else 8, _fitting(channels, WIDTHS)
     sizes = {"count": count, "height": height, "width": width, "units": channels // unit}
     constants = {**sizes, "UNIT": unit, "ROWS": TILED // columns, "COLUMNS": columns, **FUSED}
     return (-(-count // constants["ROWS"]), -(-channels // columns)), constants

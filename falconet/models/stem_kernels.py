@@ -1,11 +1,14 @@
 """A first convolution with few filters, its bias and its activation in one pass, for channels-last memory.
 
 Its filters are fixed, so nothing but the bias has a gradient, for which the convolution is computed once more: images
-are a tenth of the bytes of what the filters make of them.
+are a tenth of the bytes of what the filters make of them. A program takes the same pixels of several images: where they
+are it finds once, by divisions that would take longer than the convolution.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202, N803
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,9 +19,20 @@ from falconet.models.batchnorm_kernels import ACTIVATIONS, activated, passed
 from falconet.numerics.kernels import FUSED
 
 CHANNELS = 4  # of the images, the last of zeros: with 2 x 2 pixels, 16 products for each value
-PIXELS = 128  # of a tile
-PROGRAMS = 1056  # that sum; others give other bits
-SIZES = ["count", "height", "width", "tiles"]  # compiled once for all values
+SIZES = ["count", "height", "width", "tiles", "share"]  # compiled once for all values
+
+
+class Tiling(NamedTuple):
+    """How the pixels of all images are divided."""
+
+    pixels: int  # of a tile
+    programs: int  # about as many; of those that sum, others give other bits
+    warps: int
+    stages: int  # tiles that are loaded at a time
+
+
+FORWARD = Tiling(pixels=128, programs=1848, warps=4, stages=3)
+BACKWARD = Tiling(pixels=128, programs=528, warps=4, stages=3)
 
 
 @triton.jit
@@ -31,49 +45,68 @@ def _weights_of(weight, filters, by_output, by_channel, by_line, by_column, OUTP
 
 
 @triton.jit
-def _tile(images, weights, bias, number, count, height, width, filters, outputs,
-          PIXELS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
-    """The convolution with its bias for a tile, offsets of the results, and which of them exist."""
-    pixel = number * PIXELS + tl.arange(0, PIXELS)
-    in_image = pixel % ((height - 1) * (width - 1))
-    image, line, column = pixel // ((height - 1) * (width - 1)), in_image // (width - 1), in_image % (width - 1)
-    corner = ((image * height + line).to(tl.int64) * width + column) * 4
-    place = tl.arange(0, 16)
-    offsets = corner[:, None] + (place // 8 * width * 4 + place % 8)[None, :]
-    read = tl.load(images + offsets, mask=(pixel < count)[:, None], other=0.0)
+def _places(tiles, height, width, outputs, PIXELS: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Of a tile in any image: offsets of what is read, of the results, and which of both exist."""
+    pixel = tl.program_id(0) % tiles * PIXELS + tl.arange(0, PIXELS)
+    line, column = pixel // (width - 1), pixel % (width - 1)
+    place, output = tl.arange(0, 16)[None, :], tl.arange(0, OUTPUTS)[None, :]
+    reads = ((line * width + column) * 4)[:, None] + (place // 8 * width * 4 + place % 8)
+    exists = (line < height - 1)[:, None]
+    return reads, exists, pixel[:, None] * outputs + output, exists & (output < outputs)
+
+
+@triton.jit
+def _convolved(images, reads, exists, weights, biases):
+    read = tl.load(images + reads, mask=exists, other=0.0)
+    return tl.dot(read, weights, input_precision="ieee") + biases
+
+
+@triton.jit
+def _biases_of(bias, filters, OUTPUTS: tl.constexpr):
     output = tl.arange(0, OUTPUTS)
-    v = tl.dot(read, weights.to(read.dtype), input_precision="ieee")
-    v += tl.load(bias + output, mask=output < filters, other=0.0).to(tl.float32)[None, :]
-    inside = (pixel < count)[:, None] & (output < outputs)[None, :]
-    return v, pixel[:, None].to(tl.int64) * outputs + output[None, :], inside
+    return tl.load(bias + output, mask=output < filters, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _convolve(images, weight, bias, z, count, height, width, by_output, by_channel, by_line, by_column,
+def _convolve(images, weight, bias, z, count, height, width, tiles, share, by_output, by_channel, by_line, by_column,
               filters: tl.constexpr, outputs: tl.constexpr, ACT: tl.constexpr,
-              PIXELS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
-    """`count`: pixels of the result."""
+              PIXELS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """A program takes the same pixels of `share` images. `count`: of images; `tiles`: of an image."""
     weights = _weights_of(weight, filters, by_output, by_channel, by_line, by_column, OUTPUTS)
-    v, offsets, inside = _tile(
-        images, weights, bias, tl.program_id(0), count, height, width, filters, outputs, PIXELS, OUTPUTS
-    )
-    tl.store(z + offsets, activated(v, ACT).to(z.dtype.element_ty), mask=inside)
+    weights = weights.to(images.dtype.element_ty)
+    biases = _biases_of(bias, filters, OUTPUTS)
+    reads, exists, offsets, inside = _places(tiles, height, width, outputs, PIXELS, OUTPUTS)
+    kept = (tl.arange(0, OUTPUTS) < filters)[None, :]
+    first = tl.program_id(0) // tiles * share
+    for number in tl.range(tl.minimum(share, count - first), num_stages=STAGES):
+        image = (first + number).to(tl.int64)
+        v = _convolved(images + image * (height * width * 4), reads, exists, weights, biases)
+        z_image = z + image * ((height - 1) * (width - 1) * outputs)
+        v = tl.where(kept, activated(v, ACT), 0.0)  # so that no more than the filters' are computed
+        tl.store(z_image + offsets, v.to(z.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _sum_bias(images, weight, bias, dz, partial, count, height, width, tiles, by_output, by_channel, by_line, by_column,
+def _sum_bias(images, weight, bias, dz, partial, count, height, width, tiles, share,
+              by_output, by_channel, by_line, by_column,
               filters: tl.constexpr, outputs: tl.constexpr, ACT: tl.constexpr,
-              PIXELS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
+              PIXELS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Sums of the gradient before the activation."""
     weights = _weights_of(weight, filters, by_output, by_channel, by_line, by_column, OUTPUTS)
-    total = tl.zeros((PIXELS, OUTPUTS), tl.float32)
-    for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        v, offsets, inside = _tile(
-            images, weights, bias, number, count, height, width, filters, outputs, PIXELS, OUTPUTS
-        )
-        d = tl.load(dz + offsets, mask=inside, other=0.0).to(tl.float32)
-        total += tl.where(inside, passed(v, d, ACT), 0.0)
+    weights = weights.to(images.dtype.element_ty)
+    biases = _biases_of(bias, filters, OUTPUTS)
+    reads, exists, offsets, inside = _places(tiles, height, width, outputs, PIXELS, OUTPUTS)
     output = tl.arange(0, OUTPUTS)
+    kept = exists & (output < filters)[None, :]
+    first = tl.program_id(0) // tiles * share
+    total = tl.zeros((PIXELS, OUTPUTS), tl.float32)
+    for number in tl.range(tl.minimum(share, count - first), num_stages=STAGES):
+        image = (first + number).to(tl.int64)
+        v = _convolved(images + image * (height * width * 4), reads, exists, weights, biases)
+        dz_image = dz + image * ((height - 1) * (width - 1) * outputs)
+        d = tl.load(dz_image + offsets, mask=inside, other=0.0).to(tl.float32)
+        total += passed(v, d, ACT)
+    total = tl.where(kept, total, 0.0)
     tl.store(partial + tl.program_id(0) * outputs + output, tl.sum(total, 0), mask=output < outputs)
 
 
@@ -85,24 +118,26 @@ def forward(images: Tensor, conv: nn.Conv2d, *, act: str, outputs: int) -> Tenso
     count, _, height, width = images.shape
     shape = (count, outputs, height - 1, width - 1)
     z = torch.empty(shape, dtype=images.dtype, device=images.device, memory_format=torch.channels_last)
-    tiles, constants = _walked(images, conv, act, outputs)
-    _convolve[(tiles,)](images, conv.weight, conv.bias, z, **constants)
+    programs, constants = _walked(images, conv, act, outputs, FORWARD)
+    _convolve[(programs,)](images, conv.weight, conv.bias, z, **constants)
     return z
 
 
 def bias_gradient(dz: Tensor, images: Tensor, conv: nn.Conv2d, *, act: str) -> Tensor:
-    tiles, constants = _walked(images, conv, act, dz.shape[1])
-    partial = torch.empty((min(PROGRAMS, tiles), dz.shape[1]), device=images.device)
-    _sum_bias[(len(partial),)](images, conv.weight, conv.bias, dz, partial, tiles=tiles, **constants)
+    programs, constants = _walked(images, conv, act, dz.shape[1], BACKWARD)
+    partial = torch.empty((programs, dz.shape[1]), device=images.device)
+    _sum_bias[(programs,)](images, conv.weight, conv.bias, dz, partial, **constants)
     return partial[:, : conv.out_channels].sum(0)
 
 
-def _walked(images: Tensor, conv: nn.Conv2d, act: str, outputs: int) -> tuple[int, dict[str, int]]:
-    """Tiles and constants of a pass over the pixels of the result."""
-    count = len(images) * (images.shape[2] - 1) * (images.shape[3] - 1)
+def _walked(images: Tensor, conv: nn.Conv2d, act: str, outputs: int, tiling: Tiling) -> tuple[int, dict[str, int]]:
+    """Programs and constants of a pass over the pixels of the result."""
+    count, _, height, width = images.shape
+    tiles = -(-(height - 1) * (width - 1) // tiling.pixels)  # of an image
+    share = max(1, -(-count * tiles // tiling.programs))  # images of a program
     by_output, by_channel, by_line, by_column = conv.weight.stride()
-    sizes = {"count": count, "height": images.shape[2], "width": images.shape[3]}
+    sizes = {"count": count, "height": height, "width": width, "tiles": tiles, "share": share}
     channels = {"filters": conv.out_channels, "outputs": outputs, "OUTPUTS": max(16, triton.next_power_of_2(outputs))}
     strides = {"by_output": by_output, "by_channel": by_channel, "by_line": by_line, "by_column": by_column}
-    constants = {"ACT": ACTIVATIONS[act], "PIXELS": PIXELS, **FUSED}
-    return -(-count // PIXELS), {**sizes, **channels, **strides, **constants}
+    shape = {"PIXELS": tiling.pixels, "STAGES": tiling.stages, "num_warps": tiling.warps}
+    return tiles * -(-count // share), {**sizes, **channels, **strides, "ACT": ACTIVATIONS[act], **shape, **FUSED}

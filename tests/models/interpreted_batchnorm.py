@@ -210,10 +210,14 @@ if __name__ == "__main__":
     for side, act, two in ((9, "gelu", False), (12, "relu", True), (13, "none", True)):
         found[f"{side} pixels, halved, {act}"] = halved_errors((2, 24, side, side + 1), act, two)
     found["channels beyond a tile, halved"] = halved_errors((3, 144, 7, 7), "gelu", False)
+    found["more images than a program takes, halved"] = halved_errors((11, 272, 3, 5), "gelu", False)
     found["peaks"] = peak_errors((3, 300, 3, 4))
     found["peaks of NaN"] = peak_errors((3, 300, 3, 4), broken=(0, 5, 11))
     for side, act, outputs in ((9, "gelu", 24), (32, "silu", 32)):
         found[f"{side} pixels, stem"] = stem_errors(side, act, outputs)
+    few = stem_kernels.BACKWARD._replace(programs=2)  # of two images each, the last of one
+    stem_kernels.FORWARD = stem_kernels.BACKWARD = few
+    found["several images of a program, stem"] = stem_errors(9, "gelu", 32)
     for name, (mean, deviation) in INPUTS.items():
         found[name] = errors(SHAPES["a short last tile"], "silu", mean=mean, deviation=deviation)
     print(json.dumps(found))

@@ -21,7 +21,8 @@ CASES = [
     *(f"{name}, gated" for name in SHAPES),
     *("9 pixels, pooled", "12 pixels, pooled"),
     *("9 pixels, halved, gelu", "12 pixels, halved, relu", "13 pixels, halved, none", "channels beyond a tile, halved"),
-    *("9 pixels, stem", "32 pixels, stem", "peaks", "peaks of NaN"),
+    "more images than a program takes, halved",
+    *("9 pixels, stem", "32 pixels, stem", "several images of a program, stem", "peaks", "peaks of NaN"),
     *("random", "huge mean", "tiny variance", "constant"),
 ]
 ROUNDED = {"huge mean": 1e-4, "tiny variance": 1e-4}  # the input's own rounding is that large a part of its deviation

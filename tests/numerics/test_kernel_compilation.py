@@ -71,6 +71,13 @@ def resources(cubin):
     return {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", words)}
 
 
+def is_read_ahead(cubin):
+    """Whether tiles are copied to shared memory while others are computed."""
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    words = subprocess.run([program, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    return "LDGSTS" in words
+
+
 def type_of(value):
     if isinstance(value, torch.Tensor):
         return f"*{NAMES[value.dtype]}"
@@ -203,8 +210,20 @@ def test_a_pooled_norm_compiles(dtype, compiled):
 
 
 @pytest.mark.run
+@pytest.mark.parametrize("channels", [64, 256])
+def test_the_gradient_of_a_halved_image_compiles_without_spills(channels, compiled, tmp_path):
+    module, _ = kernels_of("falconet.models.pool_kernels")
+    pooled = torch.zeros(2, channels, 15, 15, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    found, winners = torch.ones(4, channels), pooled.to(torch.uint8)
+    shape = torch.Size((2, channels, 31, 31))
+    module.spread_halved(Reached(pooled, act="gelu"), pooled, found, found, winners, shape=shape)
+    assert resources(tmp_path / "_spread_halved.cubin")["STACK"] == 0
+    assert is_read_ahead(tmp_path / "_spread_halved.cubin")
+
+
+@pytest.mark.run
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_fused_stem_compiles(dtype, compiled):
+def test_a_fused_stem_compiles_without_spills(dtype, compiled, tmp_path):
     module, kernels = kernels_of("falconet.models.stem_kernels")
     images, conv = (
         torch.zeros(2, 4, 32, 32, dtype=dtype).to(memory_format=torch.channels_last),
@@ -213,6 +232,8 @@ def test_a_fused_stem_compiles(dtype, compiled):
     z = module.forward(images, conv, act="gelu", outputs=32)
     module.bias_gradient(z, images, conv, act="gelu")
     assert compiled == kernels
+    assert all(resources(tmp_path / f"{name}.cubin")["STACK"] == 0 for name in kernels)
+    assert all(is_read_ahead(tmp_path / f"{name}.cubin") for name in kernels)
 
 
 @pytest.mark.run
