@@ -50,7 +50,7 @@ class Spreading(NamedTuple):
     share: int  # images of a program
 
 
-SPREADING = Spreading(elements=1024, widths=(*WIDTHS, 256), warps=4, stages=3, share=8)
+SPREADING = Spreading(elements=1024, widths=(*WIDTHS, 256), warps=4, stages=3, share=4)
 SIZES = ["count", "images", "height", "width", "tiles", "share", "joined"]  # compiled once for all values
 
 

@@ -31,8 +31,8 @@ class Tiling(NamedTuple):
     stages: int  # tiles that are loaded at a time
 
 
-FORWARD = Tiling(pixels=128, programs=1848, warps=4, stages=3)
-BACKWARD = Tiling(pixels=128, programs=528, warps=4, stages=3)
+FORWARD = Tiling(pixels=64, programs=2640, warps=4, stages=3)
+BACKWARD = Tiling(pixels=128, programs=396, warps=8, stages=3)
 
 
 @triton.jit
