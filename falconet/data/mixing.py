@@ -97,18 +97,13 @@ def _exponential(uniform: float) -> float:
     return 1 + math.log(least + uniform * (1 - least)) / 4
 
 
-def apply(images: Tensor, labels: Tensor, mix: Mix | None, *, targets: Targets) -> tuple[Tensor, Tensor]:
-    """Mixed images (N x 3 x H x W, floating) and soft targets (N rows, float32): mixup first, then cutmix.
+def mixed_images(images: Tensor, mix: Mix | None) -> Tensor:
+    """Mixed images (N x 3 x H x W, floating): mixup first, then cutmix.
 
     Mixup's partner is the previous image, cutmix's the one before that, so with both an image has up to four labels; of
-    two images, each is the other's partner. An image labelled -1 gets a row of zeros, and what it gives to a partner
-    counts for nothing. Shapes are static and nothing waits for the device, so that this can be captured in a graph.
+    two images, each is the other's partner. Shapes are static and nothing waits for the device, so that this can be
+    captured in a graph.
     """
-    return mixed_images(images, mix), mixed_targets(labels, mix, targets=targets, side=images.shape[-1])
-
-
-def mixed_images(images: Tensor, mix: Mix | None) -> Tensor:
-    """The images' half of `apply`."""
     if mix is None:
         return images
     if mix.box.ndim == 2:
@@ -124,7 +119,10 @@ def mixed_images(images: Tensor, mix: Mix | None) -> Tensor:
 
 
 def mixed_targets(labels: Tensor, mix: Mix | None, *, targets: Targets, side: int) -> Tensor:
-    """The targets' half of `apply`, for images of side x side pixels."""
+    """Soft targets (N rows, float32) of images of side x side pixels that were mixed so.
+
+    An image labelled -1 gets a row of zeros, and what it gives to a partner counts for nothing.
+    """
     if mix is not None and mix.box.ndim == 2:
         pairs = zip(labels.chunk(len(mix.box)), mix.parts(), strict=True)
         return torch.cat([mixed_targets(part, own, targets=targets, side=side) for part, own in pairs])

@@ -43,7 +43,7 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
         r"|^_normalise$|^_excite$|^_moments(_slopes)?$|^_elements$|^_slopes$",
     ),
     ("pooling", r"pool|^_(sum|spread)_pooled$|^_halve(_normed)?$|^_spread_(halved|peak)$|^_peak$"),
-    ("reduction and loss", r"softmax|nll_loss|cross_entropy|NllLoss"),
+    ("reduction and loss", r"softmax|nll_loss|cross_entropy|NllLoss|^_(score_rows|merge_scores|spread_loss)$"),
     (
         "convolution, gradient of the weights",
         r"wgrad|bwd_?weight|backward_?(filter|weight)|conv_depthwise2d_grad_weight",

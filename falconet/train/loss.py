@@ -1,13 +1,33 @@
 """Losses: what the number that an image is labelled with means as a target, and what missing it costs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from falconet.data import mixing
 from falconet.data.keyed import IntArray
+from falconet.data.mixing import Mix
 from falconet.data.storage import BoolArray
+
+
+class Score(NamedTuple):
+    """What a micro-batch adds to its update; only the loss has a gradient."""
+
+    loss: Tensor  # the sum over its images, divided by the images of the update
+    smoothing: Tensor  # the part of it that label smoothing adds
+    correct: Tensor  # images with the right top class, or with exactly the right labels
+    images: Tensor  # images that counted
+
+
+def total(scores: Sequence[Score]) -> Score:
+    """Of all micro-batches of an update."""
+    if len(scores) == 1:  # without a launch for each of its numbers
+        return scores[0]
+    return Score(*(torch.stack(values).sum(0) for values in zip(*scores, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -16,6 +36,20 @@ class Loss:
 
     classes: int
     smoothing: float = 0.0
+    has_kernel: ClassVar[bool] = True  # which computes a score on CUDA
+
+    def scored(self, logits: Tensor, labels: Tensor, mix: Mix | None, *, side: int, images: int) -> Score:
+        """Of mixed images of side x side pixels. `images`: of the update, in which each has the weight `1 / images`."""
+        mixed = None if mix is None else mixing.mixed_targets(labels, mix, targets=self.targets, side=side)
+        if logits.is_cuda and self.has_kernel:
+            from falconet.train import loss_kernels  # Triton comes with CUDA only
+
+            expected = loss_kernels.Expected(labels, mixed, self._factors(), self.smoothing)
+            return Score(*loss_kernels.scored(logits, expected, images=images))
+        losses, smoothing = self.parts(logits, self.targets(labels) if mixed is None else mixed)
+        # A sum over images, divided once by their number: the gradient is the same however they are split.
+        loss = losses.sum() / images
+        return Score(loss, smoothing / images, self.correct(logits, labels), (labels >= 0).sum())
 
     def targets(self, labels: Tensor) -> Tensor:  # N x classes, float32
         """Targets of unmixed images; a label of -1 gives a row of zeros."""
@@ -39,7 +73,12 @@ class Loss:
         return self.weighted(targets * (1.0 - self.smoothing) + self._uniform(targets))
 
     def weighted(self, targets: Tensor) -> Tensor:
-        return targets
+        factors = self._factors()
+        return targets if factors is None else targets * factors
+
+    def _factors(self) -> Tensor | None:
+        """A weight for each class; None: 1."""
+        return None
 
     def _uniform(self, targets: Tensor) -> Tensor:  # N x 1
         return targets.sum(1, keepdim=True) * (self.smoothing / self.classes)
@@ -55,8 +94,8 @@ class WeightedLoss(Loss):
 
     weights: Tensor  # classes, on the device
 
-    def weighted(self, targets: Tensor) -> Tensor:
-        return targets * self.weights
+    def _factors(self) -> Tensor:
+        return self.weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +106,7 @@ class MultiLabelLoss(Loss):
     loss of 0, while an image without any label has one, and mixing is linear in both.
     """
 
+    has_kernel: ClassVar[bool] = False
     sets: Tensor  # sets x classes, bool, on the device
     weights: Tensor | None = None  # classes: of present ones; None: 1
 

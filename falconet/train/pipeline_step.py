@@ -33,7 +33,7 @@ from falconet.parallel.pipeline import Kind, Pipeline, Place, in_flight, relay
 from falconet.parallel.world import World
 from falconet.report.console import counted
 from falconet.train.evaluate import Evaluation, Measure, Observe, Tally, never, overlook, tally_of
-from falconet.train.loss import Loss
+from falconet.train.loss import Loss, Score, total
 from falconet.train.placement import GIB, Setup, TrainingLoader, build_moving, numbered, training_bytes
 from falconet.train.step import Moving, Update
 
@@ -94,13 +94,13 @@ class PipelinedStep:
         )
         self._passes = _Passes([p for p in model.parameters() if p.requires_grad], moving.move.passed)
         nothing = torch.zeros((), device=place.world.device)
-        self._nothing = (nothing, nothing, nothing.long(), nothing.long())  # of an update, on stages without a loss
-        self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._nothing = Score(nothing, nothing, nothing.long(), nothing.long())  # on stages without a loss
+        self._scores: list[Score] = []
 
     def __call__(self, micro_batches: Sequence[Batch], *, update: int, lr: float) -> Update:
         self._moving.at(update, lr)
         self._moving.move.begin()
-        self._parts = []
+        self._scores = []
         # Before the first backward pass, because it may clear old gradients.
         announced = self._moving.replicas.announced([None])
         rows = self._feeding.rows(micro_batches, stages=self._stages)
@@ -109,19 +109,14 @@ class PipelinedStep:
         self._passes.end()
         list(announced)  # all backward passes are done, the last one too
         skipped = self._moving.end()
-        parts = self._parts or [self._nothing]
-        loss, smoothing, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
-        return Update(loss, smoothing, correct, counted, skipped)
+        return Update(*total(self._scores or [self._nothing]), skipped)
 
     def _root(self, logits: Tensor, row: Tensor) -> Tensor:
         """The root of one micro-batch's backward pass, on the last stage; computed as LocalStep does."""
         labels, mix = self._feeding.read(row[0])
-        side = self._feeding.image_size
-        targets = mixing.mixed_targets(labels, mix, targets=self._loss.targets, side=side)
-        losses, smoothing = self._loss.parts(logits, targets)
-        loss, correct = losses.sum() / self._images, self._loss.correct(logits, labels)
-        self._parts.append((loss.detach(), smoothing / self._images, correct, (labels >= 0).sum()))
-        return self._moving.move.root(loss)
+        score = self._loss.scored(logits, labels, mix, side=self._feeding.image_size, images=self._images)
+        self._scores.append(score._replace(loss=score.loss.detach()))
+        return self._moving.move.root(score.loss)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from falconet.optim.optimizers import set_lr
 from falconet.parallel.data_parallel import OneReplica, Replicas
 from falconet.parallel.zero import ShardedReplicas
 from falconet.report.throughput import HostMoments, Moments, Stopwatch
-from falconet.train.loss import Loss
+from falconet.train.loss import Loss, Score, total
 
 SEEDS = 1 << 63  # torch takes seeds below this
 
@@ -264,10 +264,9 @@ class LocalStep:
         self.prepare_for(micro_batches[0])
         self.moving.move.begin()
         images = sum(len(batch.labels) for batch in micro_batches)
-        parts = [self._backward(batch, images) for batch in self.moving.replicas.announced(micro_batches)]
+        scores = [self._backward(batch, images) for batch in self.moving.replicas.announced(micro_batches)]
         skipped = self.moving.end()
-        loss, smoothing, correct, counted = (torch.stack(values).sum(0) for values in zip(*parts, strict=True))
-        return Update(loss, smoothing, correct, counted, skipped)
+        return Update(*total(scores), skipped)
 
     def prepare_for(self, batch: Batch) -> None:
         """Do what comes before the first update with such micro-batches."""
@@ -281,21 +280,20 @@ class LocalStep:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, replaced(self.forward, fake.from_tensor):
             mix = batch.mix and mixing.Mix(*map(fake.from_tensor, batch.mix))
             images, labels = self.normalise(fake.from_tensor(batch.images)), fake.from_tensor(batch.labels)
-            inputs, targets = mixing.apply(images, labels, mix, targets=self.loss.targets)
-            logits = self.regime.run(self.forward, inputs)
-            self.loss.parts(logits, targets)[0].sum().backward()  # type: ignore[no-untyped-call]
+            self._score(images, labels, mix, len(labels)).loss.backward()  # type: ignore[no-untyped-call]
         self.moving.move.rehearse()
 
-    def _backward(self, batch: Batch, images: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _backward(self, batch: Batch, images: int) -> Score:
         """Add the gradient of one micro-batch, in which each image has the weight `1 / images`."""
-        inputs, targets = mixing.apply(self.normalise(batch.images), batch.labels, batch.mix, targets=self.loss.targets)
-        logits = self.regime.run(self.forward, inputs)
-        # A sum over images, divided once by their number: the gradient is the same however they are split.
-        losses, smoothing = self.loss.parts(logits, targets)
-        loss = losses.sum() / images
-        self.moving.move.root(loss).backward()  # type: ignore[no-untyped-call]
+        score = self._score(self.normalise(batch.images), batch.labels, batch.mix, images)
+        self.moving.move.root(score.loss).backward()  # type: ignore[no-untyped-call]
         self.moving.move.passed()
-        return loss.detach(), smoothing / images, self.loss.correct(logits, batch.labels), (batch.labels >= 0).sum()
+        return score._replace(loss=score.loss.detach())
+
+    def _score(self, images: Tensor, labels: Tensor, mix: mixing.Mix | None, count: int) -> Score:
+        """Of normalised images, by the forward pass."""
+        logits = self.regime.run(self.forward, mixing.mixed_images(images, mix))
+        return self.loss.scored(logits, labels, mix, side=images.shape[-1], images=count)
 
 
 @contextmanager

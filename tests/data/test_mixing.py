@@ -19,6 +19,12 @@ INDICES = np.arange(20_000, dtype=np.int64)
 NO_BOX = torch.zeros(4, dtype=torch.int64)
 
 
+def apply(images, labels, mix, *, targets):
+    """Mixed images and their targets."""
+    side = images.shape[-1]
+    return mixing.mixed_images(images, mix), mixing.mixed_targets(labels, mix, targets=targets, side=side)
+
+
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.2, 0.05])
 def test_beta_has_the_mean_and_the_variance_of_its_closed_form(alpha):
     drawn = mixing.beta(alpha, indices=INDICES, seed=3, epoch=0)
@@ -134,7 +140,7 @@ def batch(count=5, side=10):
 
 def test_half_and_half_is_the_mean_with_the_batch_rolled_by_one():
     images, labels = batch()
-    mixed, targets = mixing.apply(images, labels, Mix(torch.full((5,), 0.5), NO_BOX), targets=Loss(4).targets)
+    mixed, targets = apply(images, labels, Mix(torch.full((5,), 0.5), NO_BOX), targets=Loss(4).targets)
     torch.testing.assert_close(mixed, (images + images.roll(1, 0)) / 2)
     assert targets.tolist() == [[0, 0, 1, 0], [0.5, 0, 0.5, 0], [0.5, 0, 0, 0.5], [0, 0.5, 0, 0.5], [0, 0.5, 0.5, 0]]
 
@@ -142,7 +148,7 @@ def test_half_and_half_is_the_mean_with_the_batch_rolled_by_one():
 def test_cutmix_pastes_the_box_of_the_batch_rolled_by_two():
     images, labels = batch()
     mix = Mix(torch.ones(5), torch.tensor([1, 6, 4, 9]))
-    mixed, targets = mixing.apply(images, labels, mix, targets=Loss(4).targets)
+    mixed, targets = apply(images, labels, mix, targets=Loss(4).targets)
     expected = images.clone()
     expected[:, :, 1:6, 4:9] = images.roll(2, 0)[:, :, 1:6, 4:9]
     assert torch.equal(mixed, expected)
@@ -154,7 +160,7 @@ def test_cutmix_of_two_images_pastes_each_into_the_other():
     """As the TensorFlow original, which rolls a batch of two by one."""
     images, labels = batch(2)
     mix = Mix(torch.ones(2), torch.tensor([1, 6, 4, 9]))
-    mixed, targets = mixing.apply(images, labels, mix, targets=Loss(4).targets)
+    mixed, targets = apply(images, labels, mix, targets=Loss(4).targets)
     expected = images.clone()
     expected[:, :, 1:6, 4:9] = images.flip(0)[:, :, 1:6, 4:9]
     assert torch.equal(mixed, expected)
@@ -165,7 +171,7 @@ def test_cutmix_of_two_images_pastes_each_into_the_other():
 def test_both_at_once_weigh_four_labels_by_products():
     images, labels = batch()
     own = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5])
-    mixed, targets = mixing.apply(images, labels, Mix(own, torch.tensor([0, 5, 0, 5])), targets=Loss(4).targets)
+    mixed, targets = apply(images, labels, Mix(own, torch.tensor([0, 5, 0, 5])), targets=Loss(4).targets)
     for row in range(5):
         first = own[row] * images[row] + (1 - own[row]) * images[row - 1]
         pasted = own[row - 2] * images[row - 2] + (1 - own[row - 2]) * images[row - 3]
@@ -183,7 +189,7 @@ def test_both_at_once_weigh_four_labels_by_products():
 def test_ones_and_an_empty_box_change_no_bit(dtype):
     images, labels = batch()
     images = images.to(dtype)
-    mixed, targets = mixing.apply(images, labels, Mix(torch.ones(5), NO_BOX), targets=Loss(4).targets)
+    mixed, targets = apply(images, labels, Mix(torch.ones(5), NO_BOX), targets=Loss(4).targets)
     assert torch.equal(mixed, images)
     assert mixed.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(targets, torch.eye(4)[labels])
@@ -191,7 +197,7 @@ def test_ones_and_an_empty_box_change_no_bit(dtype):
 
 def test_without_a_mix_targets_are_one_hot_and_zero_for_minus_one():
     images, _ = batch(3)
-    same, targets = mixing.apply(images, torch.tensor([1, -1, 0]), None, targets=Loss(2).targets)
+    same, targets = apply(images, torch.tensor([1, -1, 0]), None, targets=Loss(2).targets)
     assert same is images
     assert targets.tolist() == [[0, 1], [0, 0], [1, 0]]
 
@@ -199,7 +205,7 @@ def test_without_a_mix_targets_are_one_hot_and_zero_for_minus_one():
 def test_an_image_labelled_minus_one_has_no_effect():
     images, _ = batch(4)
     mix = Mix(torch.full((4,), 0.75), NO_BOX)
-    _, targets = mixing.apply(images, torch.tensor([0, -1, 1, 1]), mix, targets=Loss(2).targets)
+    _, targets = apply(images, torch.tensor([0, -1, 1, 1]), mix, targets=Loss(2).targets)
     assert targets.tolist() == [[0.75, 0.25], [0, 0], [0, 0.75], [0, 1]]
 
 
@@ -209,7 +215,7 @@ def test_applying_can_be_traced_as_one_graph():
     mix = Mix(torch.full((5,), 0.75), torch.tensor([1, 6, 4, 9]))
 
     def applied(images, labels, own, box):
-        return mixing.apply(images, labels, Mix(own, box), targets=Loss(4).targets)
+        return apply(images, labels, Mix(own, box), targets=Loss(4).targets)
 
     traced = make_fx(applied, tracing_mode="fake")(images, labels, *mix)
     for given, expected in zip(traced(images, labels, *mix), applied(images, labels, *mix), strict=True):
@@ -220,7 +226,7 @@ def test_three_images_are_enough_for_mixup_and_cutmix_together():
     """Image i is (1-m) of i-1 and m of itself; the pasted quarter is m of i-2 and, of three, (1-m) of itself."""
     images = torch.arange(3.0)[:, None, None, None].expand(3, 3, 4, 4).contiguous()
     own, box = torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0, 2, 0, 2])
-    mixed, targets = mixing.apply(images, torch.arange(3), Mix(own, box), targets=Loss(3).targets)
+    mixed, targets = apply(images, torch.arange(3), Mix(own, box), targets=Loss(3).targets)
     for i in range(3):
         expected = np.zeros(3)
         expected[i] += 0.75 * own[i].item() + 0.25 * (1 - own[i - 2].item())

@@ -123,9 +123,13 @@ def test_the_name_of_a_kernel_tells_its_kind(kind, name):
 
 
 def launched():
-    """Our own kernels of models and optimizers, which the sources launch as `_name[grid](`."""
+    """Our own kernels of models, losses and optimizers, which the sources launch as `_name[grid](`."""
     root = Path(falconet.__file__).parent
-    files = [*(root / "models").glob("*_kernels.py"), *(root / "numerics/kernels").glob("*.py")]
+    files = [
+        *(root / "models").glob("*_kernels.py"),
+        root / "train/loss_kernels.py",
+        *(root / "numerics/kernels").glob("*.py"),
+    ]
     return sorted(
         {name for file in files for name in re.findall(r"^\s+(_\w+)\[.*\]\(", file.read_text(), re.MULTILINE)}
     )

@@ -51,7 +51,8 @@ def test_pictures_of_a_batch_are_what_the_step_computes(images, mixed):
     assert len(kept) == 1
     shown = record._seen(kept[0], dataset())
     one_hot = lambda labels: nn.functional.one_hot(labels, 3).float()  # noqa: E731
-    inputs, targets = mixing.apply(given.images.float(), given.labels, given.mix, targets=one_hot)
+    inputs = mixing.mixed_images(given.images.float(), given.mix)
+    targets = mixing.mixed_targets(given.labels, given.mix, targets=one_hot, side=inputs.shape[-1])
     assert len(shown) == min(images, record.SEEN_IMAGES)
     for each, pixels, shares in zip(shown, inputs, targets, strict=False):
         assert np.array_equal(decoded(each), pixels.round().byte().permute(1, 2, 0).numpy())
