@@ -68,7 +68,8 @@ def _score_rows(logits, labels, targets, weights, known, partial, rows, classes,
         ahead += tl.sum((inside & first).to(tl.int32), 1)
         most = tl.maximum(most, tl.max(x, 1))
         present += tl.sum(t, 1)
-    even = present * spread
+    # Triton 3.6 fails on a loop's maximum or sum that is used twice; `where` is its one use, here and below.
+    most, even = tl.where(exists, most, 0.0), present * spread
     total, soft = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     weight, soft_weight = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     exponentials = tl.zeros((ROWS,), tl.float32)
@@ -84,7 +85,7 @@ def _score_rows(logits, labels, targets, weights, known, partial, rows, classes,
         if SMOOTHS:
             soft += tl.sum(u * x, 1)
             soft_weight += tl.sum(u, 1)
-    log = tl.log(exponentials)
+    log, weight = tl.log(exponentials), tl.where(exists, weight, 0.0)
     tl.store(known + row, most, mask=exists)
     tl.store(known + rows + row, log, mask=exists)
     tl.store(known + 2 * rows + row, weight, mask=exists)

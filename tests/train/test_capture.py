@@ -584,15 +584,15 @@ def fail_in_a_capture(monkeypatch):
     """Let every loss that is computed in a capture call `act` with the number of images."""
 
     def patch(act):
-        plain = Loss.parts
+        plain = Loss.scored
 
-        def parts(self, logits, targets):
+        def scored(self, logits, *others, **named):
             if torch.cuda.is_current_stream_capturing():
                 act(len(logits))
-            return plain(self, logits, targets)
+            return plain(self, logits, *others, **named)
 
-        monkeypatch.setattr(Loss, "parts", parts)
-        return lambda: monkeypatch.setattr(Loss, "parts", plain)
+        monkeypatch.setattr(Loss, "scored", scored)
+        return lambda: monkeypatch.setattr(Loss, "scored", plain)
 
     return patch
 
