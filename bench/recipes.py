@@ -94,7 +94,7 @@ def _spread(values: Sequence[float]) -> str:
 
 def evidence_of(name: str, rows: Sequence[Row]) -> Evidence:
     """Of runs with the recipe's own options."""
-    runs = tuple(TrainedOnce(**{key: row[key] for key in ("seed", "accuracy", "seconds")}) for row in rows)
+    runs = tuple(TrainedOnce(**{key: row[key] for key in ("seed", "accuracy", "seconds", "images")}) for row in rows)
     last = max(rows, key=lambda row: row["date"])
     return Evidence(
         recipe=name,
@@ -164,7 +164,9 @@ def main() -> None:
                 print(f"{name}, seed {seed}: left out: {error}", flush=True)
                 continue
             print(
-                f"{name}, seed {seed}: {row['accuracy']:.2f} %, {row['seconds']} s, {row['whole']} s in all", flush=True
+                f"{name}, seed {seed}: {row['accuracy']:.2f} % of {row['images']:,} images, {row['seconds']} s,"
+                f" {row['whole']} s in all",
+                flush=True,
             )
             with args.output.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -40,6 +40,9 @@ def run(loaded: Loaded[RecipeVerifyOptions]) -> int:
     assert recorded is not None
     least, mean = recorded.least(len(runs)), statistics.mean(run.accuracy for run in runs)
     say(f"recorded: {recorded.reached()} in {counted(len(recorded.runs), 'run')} on {recorded.device}, {recorded.date}")
+    here, there = runs[0].images, recorded.runs[0].images
+    if here != there:
+        say(f"note: {here:,} images were validated, and {there:,} when it was recorded: the data is not the same")
     say(f"{'holds' if mean >= least else 'DOES NOT HOLD'}: {mean:.2f} %, expected at least {least:.2f} %")
     return DONE if mean >= least else FAILED
 
@@ -81,7 +84,8 @@ def trained_in(folder: Path, seed: int) -> TrainedOnce:
     accuracy = summary["metrics"].get("validation/accuracy")
     if accuracy is None:
         raise ConfigError(f"--name: {folder} was not validated, so there is nothing to compare")
-    return TrainedOnce(seed=seed, accuracy=round(accuracy, 4), seconds=summary["training_seconds"])
+    images = round(summary["metrics"]["validation/images"])
+    return TrainedOnce(seed=seed, accuracy=round(accuracy, 4), seconds=summary["training_seconds"], images=images)
 
 
 def evidence_in(name: str, home: Path, runs: tuple[TrainedOnce, ...]) -> Evidence:

@@ -22,6 +22,7 @@ class TrainedOnce:
     seed: int
     accuracy: float  # percent, of the last validation; not of the best, which would be chosen by what it measures
     seconds: float  # of training, without the start, validations and checkpoints
+    images: int  # that were validated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ if accuracy is None:
     sys.exit("out of luck")
 folder = pathlib.Path(words["--run-dir"])
 (folder / "report").mkdir(parents=True)
-metrics = {} if accuracy < 0 else {"validation/accuracy": accuracy}
+images = 360.0 if accuracy < 100 else 240.0
+metrics = {} if accuracy < 0 else {"validation/accuracy": accuracy, "validation/images": images}
 (folder / "summary.json").write_text(json.dumps({"training_seconds": 1.5, "metrics": metrics}))
 about = {"device": "CPU", "processor": "a chip, 2 cores", "Falconet": "0.1", "PyTorch": "2.11"}
 about["started"] = "2026-11-18 04:05:06 UTC"
@@ -31,7 +32,9 @@ about["started"] = "2026-11-18 04:05:06 UTC"
 
 
 def made(*accuracies, recipe="digits"):
-    runs = tuple(TrainedOnce(seed=seed, accuracy=each, seconds=2.0 + seed) for seed, each in enumerate(accuracies))
+    runs = tuple(
+        TrainedOnce(seed=seed, accuracy=each, seconds=2.0 + seed, images=360) for seed, each in enumerate(accuracies)
+    )
     return Evidence(
         recipe=recipe, device="a chip", versions={"PyTorch": "2.11"}, date="2026-11-18", command="", runs=runs
     )
@@ -54,6 +57,7 @@ def test_a_recipe_that_reaches_what_it_did_holds(falconet, trainer):
     assert "recorded: 98.00 ± 1.00 % in 3 runs on a chip, 2026-11-18\n" in answer.out
     least = 98 - 2 * math.sqrt(1 / 3 + 1 / 2)
     assert f"holds: 97.75 %, expected at least {least:.2f} %\n" in answer.out
+    assert "note: " not in answer.out
     assert sorted(path.name for path in Path("again").iterdir()) == ["seed-0", "seed-0.log", "seed-1", "seed-1.log"]
 
 
@@ -77,11 +81,18 @@ def test_a_recipe_that_has_become_worse_does_not(falconet, trainer):
     assert "DOES NOT HOLD: 95.00 %" in answer.out
 
 
+def test_other_data_than_was_recorded_is_noted(falconet, trainer):
+    trainer(100.0)
+    answer = falconet("recipe verify digits")
+    note = "note: 240 images were validated, and 360 when it was recorded: the data is not the same\n"
+    assert (answer.code, answer.out.count(note)) == (0, 1)
+
+
 def test_what_was_recorded_is_read_again(falconet, trainer):
     trainer(90.0, 91.0)
     assert falconet("recipe verify cifar10-resnet20 --seeds 2 --record found.json").code == 0
     found = evidence.read(Path("found.json"))
-    assert [run.accuracy for run in found.runs] == [90.0, 91.0]
+    assert [(run.accuracy, run.images) for run in found.runs] == [(90.0, 360), (91.0, 360)]
     assert (found.recipe, found.device, found.date) == ("cifar10-resnet20", "a chip, 2 cores", "2026-11-18")
     assert found.reached() == "90.50 ± 0.71 %"
 
