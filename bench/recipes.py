@@ -26,6 +26,7 @@ from falconet.commands.recipe_verify import evidence_in, trained_in
 from falconet.config.evidence import Evidence, TrainedOnce
 from runs import divided, falconet, give_memory_back
 
+FAMILIES = {"cifar": "CIFAR", "imagenette": "Imagenette"}  # of a plot, by how names begin
 Row = dict[str, Any]  # of one run
 
 
@@ -111,9 +112,9 @@ def plot(found: dict[str, list[Row]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    families = [family for family in ("cifar", "imagenette") if any(name.startswith(family) for name in found)]
+    families = [family for family in FAMILIES if any(name.startswith(family) for name in found)]
     figure, places = pyplot.subplots(
-        1, len(families), figsize=(5.5 * len(families), 4), layout="constrained", squeeze=False
+        1, len(families), figsize=(5.5 * len(families), 5), layout="constrained", squeeze=False
     )
     for axes, family in zip(places[0], families, strict=True):
         mine = {name: rows for name, rows in found.items() if name.startswith(family)}
@@ -122,8 +123,8 @@ def plot(found: dict[str, list[Row]], path: Path) -> None:
                 epochs, *scores = zip(*row["curve"], strict=True)
                 for scored, line, label in zip(scores, ("-", "--"), (name, f"{name}, moving average"), strict=False):
                     axes.plot(epochs, scored, line, color=f"C{number}", alpha=0.8, label=None if each else label)
-        axes.set(xlabel="epoch", ylabel="validation accuracy, %")
-        axes.legend(fontsize=8)
+        axes.set(title=FAMILIES[family], xlabel="epoch", ylabel="validation accuracy, %")
+        axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))  # below, where no curve is
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
