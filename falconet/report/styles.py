@@ -64,6 +64,7 @@ class Point:
     scale: float | None  # the loss scale
     rate: Rate
     seconds: float  # of training so far
+    moment: float  # of its end, by the clock of the host
     ends_epoch: bool = False
     validates: bool = False  # a validation follows
 
@@ -268,7 +269,8 @@ class Falconet:
 
     def _row(self, point: Point | None, found: Validated | None = None) -> None:
         """Without `point` where an interrupted run had ended the epoch, and the restored one validates it."""
-        now = self._clock()
+        # An epoch may be reported late. A validation belongs to its row, as does all that went before it.
+        now = self._clock() if found or point is None else point.moment
         seconds, self._since = now - self._since, now
         row = Row(epoch=found.epoch if found else 0.0, seconds=seconds)
         if point:

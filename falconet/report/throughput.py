@@ -106,7 +106,8 @@ class Stopwatch:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Pause; time in this context is not training time."""
+        """Pause; time in this context is not training time, but what the device still computes before it is."""
+        self._moments.reach(self._moments.mark())
         self.seconds += self.clock() - self._since
         try:
             yield

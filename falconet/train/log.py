@@ -89,7 +89,8 @@ class Log:
         self.output.measurements.note(update, self._means(self.state.progress.epoch))
         for each in self.also:
             each(update)
-        self.output.style.log(self._point(totals, rate, seconds=self.output.stopwatch.lap()[0]))
+        stopwatch = self.output.stopwatch
+        self.output.style.log(self._point(totals, rate, seconds=stopwatch.lap()[0], moment=stopwatch.clock()))
         self.output.screen.show(totals.mean_loss)
 
     def _scale_metrics(self, totals: Totals) -> dict[str, float]:
@@ -106,7 +107,8 @@ class Log:
 
     def end_epoch(self, meter: Meter) -> None:
         """End an epoch; it is reported by `catch_up` if its numbers are still on their way from the device."""
-        self._late.append(partial(self._report_epoch, meter, self.output.stopwatch.split()))
+        stopwatch = self.output.stopwatch
+        self._late.append(partial(self._report_epoch, meter, stopwatch.split(), stopwatch.clock()))
         if not meter.send():
             self.catch_up()
 
@@ -115,12 +117,12 @@ class Log:
         while self._late:
             self._late.pop(0)()
 
-    def _report_epoch(self, meter: Meter, lap: Callable[[], tuple[float, float]]) -> None:
+    def _report_epoch(self, meter: Meter, lap: Callable[[], tuple[float, float]], moment: float) -> None:
         totals, at = meter.end_epoch(), lap()
         rate = self._epoch_laps.end(totals.images, at=at)
         self._images += rate.images
         self.output.measurements.note(self.state.progress.update, self._means(totals))
-        self.output.style.end_epoch(self._point(totals, rate, seconds=at[0]))
+        self.output.style.end_epoch(self._point(totals, rate, seconds=at[0], moment=moment))
 
     def _means(self, epoch: Totals) -> dict[str, float]:
         """What a checkpoint states: of the epoch so far, not of the last interval alone."""
@@ -155,7 +157,7 @@ class Log:
         """The rate of everything that this process trained on."""
         return self._run_laps.end(self._images)
 
-    def _point(self, totals: Totals, rate: Rate, *, seconds: float) -> Point:
+    def _point(self, totals: Totals, rate: Rate, *, seconds: float, moment: float) -> Point:
         update = self.state.progress.update
         return Point(
             update=update,
@@ -172,6 +174,7 @@ class Log:
             scale=self.output.measurements.latest.get("train/loss_scale"),
             rate=rate,
             seconds=seconds,
+            moment=moment,
             ends_epoch=self.plan.ends_epoch(update),
             validates=self.plan.validates_at(update),
         )

@@ -1,6 +1,7 @@
 """The training loop."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from falconet.checkpoint.state import Progress
@@ -36,25 +37,37 @@ def train(
     if progress.unvalidated and _conclude(plan, meter, watch, world=world):
         return
     first_epoch, done = plan.place(progress.update)
-    for epoch in range(first_epoch, plan.last_epoch):
-        world.at(f"reading the images of update {progress.update + 1}")
-        for micro_batches in updates_of(epoch, done):
-            world.at(f"update {progress.update + 1}")
-            made = step(micro_batches, update=progress.update, lr=plan.lr(progress.update))
-            watch.log.catch_up()  # on the epoch before, now that the device has something to do
-            meter.add(made)
-            progress.update += 1
-            if not plan.returns_at(progress.update):
-                continue
-            stopping = watch.stopping()
-            if plan.logs_at(progress.update):
-                watch.log.log(meter)
-            if plan.ends_epoch(progress.update):
-                watch.log.end_epoch(meter)
-            if _conclude(plan, meter, watch, world=world, stopping=stopping):  # possibly within an epoch
-                return
+    with _told_anyway(watch.log):
+        for epoch in range(first_epoch, plan.last_epoch):
             world.at(f"reading the images of update {progress.update + 1}")
-        done = 0
+            for micro_batches in updates_of(epoch, done):
+                world.at(f"update {progress.update + 1}")
+                made = step(micro_batches, update=progress.update, lr=plan.lr(progress.update))
+                watch.log.catch_up()  # on the epoch before, now that the device has something to do
+                meter.add(made)
+                progress.update += 1
+                if not plan.returns_at(progress.update):
+                    continue
+                stopping = watch.stopping()
+                if plan.logs_at(progress.update):
+                    watch.log.log(meter)
+                if plan.ends_epoch(progress.update):
+                    watch.log.end_epoch(meter)
+                if _conclude(plan, meter, watch, world=world, stopping=stopping):  # possibly within an epoch
+                    return
+                world.at(f"reading the images of update {progress.update + 1}")
+            done = 0
+
+
+@contextmanager
+def _told_anyway(log: Log) -> Iterator[None]:
+    """If training fails, the epoch before is still reported; if a loss of it was not finite, that is the error."""
+    try:
+        yield
+    except FAILURES:
+        with suppress(RuntimeError):  # of a device that is out of order
+            log.catch_up()
+        raise
 
 
 def _conclude(plan: Plan, meter: Meter, watch: Watch, *, world: World, stopping: bool = False) -> bool:

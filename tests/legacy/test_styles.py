@@ -45,6 +45,7 @@ def point(update, *, loss=2.0, smoothing=0.0, accuracy=25.0, lr=0.1, scale=None)
         scale=scale,
         rate=rate,
         seconds=12.5,
+        moment=12.5,
     )
 
 

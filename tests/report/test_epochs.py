@@ -39,7 +39,7 @@ def point(epoch, **changes):
         scale=None,
         rate=Rate(images=80, seconds=0.1, waiting=0.0),
         seconds=1.0,
-        **({"ends_epoch": True, "validates": True} | changes),
+        **({"moment": 0.0, "ends_epoch": True, "validates": True} | changes),
     )
 
 
@@ -70,8 +70,8 @@ def test_an_epoch_is_one_row_printed_after_its_validation():
     assert table.rows == []
     table.now = 7.5
     table.style.validated(validated(1, 50.0, is_best=True))
-    table.now = 8.0
-    table.style.end_epoch(point(2, validates=False))
+    table.now = 9.0
+    table.style.end_epoch(point(2, moment=8.0, validates=False))  # reported a second after its end
     assert table.lines == [
         "",
         "  epoch  train loss  train acc  val loss  val acc        lr  images/s    time",

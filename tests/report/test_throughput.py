@@ -251,3 +251,31 @@ def test_the_host_waits_for_a_device_that_is_four_updates_behind(clock):
     for _ in range(4):
         watch.updated()
     assert marks.reached == [2, 3]
+
+
+def test_what_the_device_still_computes_before_a_pause_is_training_time(clock):
+    class Device:
+        """Each update takes it a second, and the host launches it at once."""
+
+        def __init__(self):
+            self.busy_until = clock()
+
+        def mark(self):
+            return max(self.busy_until, clock())
+
+        def reach(self, mark):
+            clock.now = max(clock.now, mark)
+
+        def between(self, first, second):
+            return second - first
+
+    device = Device()
+    watch = Stopwatch(clock, device)
+    epochs = Laps(watch)
+    for _ in range(2):
+        device.busy_until += 3.0
+        end = watch.split()
+        with watch.standing():  # the report is written before the host has waited for the epoch
+            clock.pass_by(10.0)
+            device.busy_until = clock()
+        assert epochs.end(6, at=end()) == Rate(6, 3.0, 0.0)

@@ -1,5 +1,6 @@
 """The loop: each update once, in order, with everything that the plan has due after it."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from falconet.optim.schedules import Schedule
 from falconet.parallel.world import ALONE, World
 from falconet.train.evaluate import FailedTogetherError
 from falconet.train.loop import train
+from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan
 from falconet.train.step import Update
 
@@ -37,17 +39,29 @@ def plan(**changes):
 class Story:
     """Step, data and watch in one: records what the loop does with each."""
 
-    def __init__(self, *, stop_at=None, stop_in=None, fail_in=None, error=None, losses=(), world=ALONE, lags=False):
-        """`lags`: the numbers of an epoch are on their way when it ends, as on a GPU."""
+    def __init__(
+        self, *, stop_at=None, stop_in=None, fail_in=None, breaks=(), error=None, losses=(), world=ALONE, lags=False
+    ):
+        """`breaks`: what fails at which update, reading its images or making it.
+
+        `lags`: the numbers of an epoch are on their way when it ends, as on a GPU.
+        """
         self.events, self.progress, self.saved = [], Progress(), None
         self.stop_at, self.stop_in, self.fail_in, self.losses = stop_at, stop_in, fail_in, dict(losses)
         self.error, self.world, self.lags, self.late = error or DataError("bad"), world, lags, None
+        self.breaks = breaks
 
     def updates_of(self, epoch, skip):
         for done in range(skip, UPDATES):
+            self.may_break("reading", epoch * UPDATES + done)
             yield [("micro-batch", epoch, done)]
 
+    def may_break(self, what, update):
+        if (what, update + 1) == self.breaks:
+            raise self.error
+
     def step(self, micro_batches, *, update, lr):
+        self.may_break("making", update)
         self.events.append(("step", micro_batches, update, lr))
         loss = torch.tensor(self.losses.get(update + 1, 0.1 * update))
         return Update(loss, 0 * loss, torch.tensor(1), torch.tensor(8), torch.tensor(0))
@@ -167,6 +181,31 @@ def test_an_epoch_whose_numbers_are_on_their_way_is_told_after_the_next_update_w
 def test_an_epoch_is_told_before_what_is_due_at_its_end(due):
     changes = RARE | due
     assert Story(lags=True).run(**changes).events == Story().run(**changes).events
+
+
+@pytest.mark.parametrize("what", ["reading", "making"])
+def test_an_epoch_whose_numbers_are_on_their_way_is_told_even_if_the_next_update_fails(what):
+    story = Story(lags=True, breaks=(what, 5))
+    with pytest.raises(DataError, match="bad"):
+        story.run(**RARE)
+    assert story.events[-1][:2] == ("end of epoch", 4)
+
+
+def test_a_loss_that_was_not_finite_is_the_error_even_if_the_next_update_fails():
+    with pytest.raises(NotFiniteError, match="update 4"):
+        Story(lags=True, breaks=("reading", 5), losses={4: math.nan}).run(**RARE)
+
+
+def test_a_device_that_fails_twice_is_told_of_once():
+    story = Story(lags=True, breaks=("making", 5), error=RuntimeError("an illegal memory access"))
+
+    def catch_up():
+        if story.late:
+            raise RuntimeError("still out of order")
+
+    story.catch_up = catch_up
+    with pytest.raises(RuntimeError, match="illegal"):
+        story.run(**RARE)
 
 
 @given(st.integers(1, EPOCHS * UPDATES))
