@@ -285,6 +285,12 @@ def _grey(planes: Tensor) -> Tensor:  # N x 1 x S x S, whole levels as float32
     return (red.float() * 0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
 
 
+def _mean_grey(planes: Tensor) -> Tensor:
+    """Of each image, from a whole sum, which has no last bits that depend on the order."""
+    total = _grey(planes).to(torch.int32).sum(dim=(1, 2, 3), keepdim=True)
+    return total.float() / torch.full_like(total, planes[0, 0].numel())
+
+
 def _saturated(pixels: Tensor, values: Tensor) -> Tensor:
     planes = _planes(pixels)
     return _blended(planes, _grey(planes), values)
@@ -292,7 +298,7 @@ def _saturated(pixels: Tensor, values: Tensor) -> Tensor:
 
 def _contrasted(pixels: Tensor, values: Tensor) -> Tensor:
     planes = _planes(pixels)
-    return _blended(planes, _grey(planes).mean(dim=(1, 2, 3), keepdim=True), values)
+    return _blended(planes, _mean_grey(planes), values)
 
 
 def _sharpened(pixels: Tensor, values: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Pixels changed at random in two Triton launches per round, beside the plain functions in `augment` that they equal.
 
-Operation by operation a round takes torch about 200 launches. Each waits for a place between the kernels of the update
+Operation by operation a round takes torch about 240 launches. Each waits for a place between the kernels of the update
 that computes at the same time, which made batches slower than small networks trained.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.

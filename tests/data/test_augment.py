@@ -53,6 +53,14 @@ def by_torchvision(images, name, magnitude):
     )
 
 
+def test_the_mean_that_contrast_is_about_comes_from_a_whole_sum():
+    levels = np.random.default_rng(1).integers(0, 256, (8, 1, 700, 700), dtype=np.uint8)
+    grey = torch.from_numpy(levels).expand(-1, 3, -1, -1)
+    whole = augment._grey(grey).double().sum((1, 2, 3))
+    assert (whole > 2**24).all()  # where not every whole number is a float
+    assert torch.equal(augment._mean_grey(grey).flatten(), whole.float() / torch.tensor(700.0**2))
+
+
 STRENGTHS = {
     **dict.fromkeys(("ShearX", "ShearY"), (0.0, 0.05, -0.3, 0.99)),
     **dict.fromkeys(("TranslateX", "TranslateY"), (0.0, 3.7, -12.2, 32.0)),
