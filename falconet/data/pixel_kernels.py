@@ -17,7 +17,9 @@ PIXELS = 1024  # per program
 
 
 @triton.jit(do_not_specialize=["count"])
-def _normalise(images, scale, shift, out, count, OUT: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr):
+def _normalise_levels(
+    images, scale, shift, out, count, OUT: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr
+):
     """OUT: channels of the result, those beyond three are 0; CHANNELS: as many or more, a power of two."""
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, CHANNELS)
@@ -35,7 +37,7 @@ def normalise(images: Tensor, scale: Tensor, shift: Tensor, *, dtype: torch.dtyp
     shape = (number, channels, height, width)
     out = torch.empty(shape, dtype=dtype, device=images.device, memory_format=torch.channels_last)
     count = number * height * width
-    _normalise[(-(-count // PIXELS),)](
+    _normalise_levels[(-(-count // PIXELS),)](
         images, scale, shift, out, count, OUT=channels, CHANNELS=max(4, channels), PIXELS=PIXELS, **FUSED
     )
     return out

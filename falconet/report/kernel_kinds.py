@@ -69,7 +69,8 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
         r"elementwise|pointwise|aten::(relu|silu|hardswish|hardtanh|hardsigmoid|sigmoid|gelu|clamp|threshold|add|sub|mul|div|where"
         r"|exp|log|sqrt|neg|eq|ne|lt|gt|le|ge|isfinite|bernoulli|dropout|native_dropout|lerp|addc\w+)",
     ),
-    ("elementwise", r"dropout|aten::(rand|normal|uniform)|distribution_|triton_poi|^_resize$"),
+    ("elementwise", r"dropout|aten::(rand|normal|uniform)|distribution_|triton_poi"),
+    ("elementwise", r"^_(resize|look|change|normalise_levels)$"),
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _TABLE)
 

@@ -8,6 +8,8 @@ import pytest
 import falconet
 from falconet.report.kernel_kinds import kind_of
 
+ROOT = Path(falconet.__file__).parent
+
 NAMES = {
     "convolution, forward": (
         "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x32x32_stage4_warpsize4x1x1_g1",
@@ -124,12 +126,15 @@ def test_the_name_of_a_kernel_tells_its_kind(kind, name):
 
 def launched():
     """Our own kernels of models, losses and optimizers, which the sources launch as `_name[grid](`."""
-    root = Path(falconet.__file__).parent
     files = [
-        *(root / "models").glob("*_kernels.py"),
-        root / "train/loss_kernels.py",
-        *(root / "numerics/kernels").glob("*.py"),
+        *(ROOT / "models").glob("*_kernels.py"),
+        ROOT / "train/loss_kernels.py",
+        *(ROOT / "numerics/kernels").glob("*.py"),
     ]
+    return launched_in(files)
+
+
+def launched_in(files):
     return sorted(
         {name for file in files for name in re.findall(r"^\s+(_\w+)\[.*\]\(", file.read_text(), re.MULTILINE)}
     )
@@ -138,3 +143,10 @@ def launched():
 def test_each_of_our_own_kernels_has_a_kind():
     assert len(launched()) > 25
     assert [name for name in launched() if kind_of(name) in ("other", "elementwise")] == []
+    of_pixels = launched_in((ROOT / "data").glob("*_kernels.py"))
+    assert {name: kind_of(name) for name in of_pixels} == {
+        "_change": "elementwise",
+        "_look": "elementwise",
+        "_normalise_levels": "elementwise",
+        "_pick": "copies",
+    }
