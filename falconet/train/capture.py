@@ -127,9 +127,9 @@ class CapturedStep:
         return made
 
     def _capture(self, shape: _Shape, micro_batches: Sequence[Batch]) -> None:
-        """Add the graph of a shape. An update that one replica cannot capture, all make without, as all after it.
+        """Add the graph of a shape. If one replica cannot capture the update, all make it, and all after it, without.
 
-        Unless it was the first of its shape, which may be captured after it.
+        If it was the first of its shape, only this one: the second may still be captured.
         """
         self._step.moving.model.zero_grad()  # they are made again in the graph's memory
         torch.cuda.empty_cache()  # what the updates before used is not in the graph's pool
