@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -34,6 +34,14 @@ class Rate:
     @property
     def waiting_percent(self) -> float:
         return 100.0 * self.waiting / max(self.seconds, 1e-9)
+
+
+class Reading(NamedTuple):
+    """What a stopwatch shows."""
+
+    seconds: float  # of training
+    waiting: float  # seconds of it spent waiting for data
+    moment: float  # by the host's clock
 
 
 class Moments(Protocol):
@@ -125,15 +133,14 @@ class Stopwatch:
         finally:
             self.preparation += self.clock() - begun
 
-    def lap(self) -> tuple[float, float]:
-        """Seconds of training and of waiting so far."""
+    def lap(self) -> Reading:
         self._add_waiting(self._waits)
         now = self.clock()
         self.seconds, self._since = self.seconds + now - self._since, now
-        return self.seconds, self._waiting
+        return Reading(self.seconds, self._waiting, now)
 
-    def split(self) -> Callable[[], tuple[float, float]]:
-        """End a lap where the device may not be yet; the result waits until it is, and tells the seconds up to there.
+    def split(self) -> Callable[[], Reading]:
+        """End a lap where the device may not be yet; the result waits until it is, and tells what was shown there.
 
         Read it before the next lap ends.
         """
@@ -141,10 +148,11 @@ class Stopwatch:
         waits, self._waits = self._waits, []
         before = self.seconds + host - self._since
 
-        def read() -> tuple[float, float]:
+        def read() -> Reading:
             self._moments.reach(now)
             self._add_waiting(waits)
-            return before + self._moments.between(device, now), self._waiting
+            passed = self._moments.between(device, now)
+            return Reading(before + passed, self._waiting, host + passed)
 
         return read
 
@@ -163,15 +171,14 @@ class Laps:
         self._watch = watch
         self._last, self._already = watch.lap(), already
 
-    def end(self, images: int, *, at: tuple[float, float] | None = None) -> Rate:
+    def end(self, images: int, *, at: Reading | None = None) -> Rate:
         """The rate since the last call, during which `images` were trained on.
 
         `at`: what the watch showed at the end of the lap, if that is not now.
         """
-        seconds, waiting = at or self._watch.lap()
-        before, self._last = self._last, (seconds, waiting)
+        before, self._last = self._last, at or self._watch.lap()
         own, self._already = images - self._already, 0
-        return Rate(own, seconds - before[0], waiting - before[1])
+        return Rate(own, self._last.seconds - before.seconds, self._last.waiting - before.waiting)
 
 
 MARKS = 32  # over which the present speed is measured

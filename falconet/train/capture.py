@@ -53,9 +53,9 @@ class _Shape(NamedTuple):
 class CapturedStep:
     """A step that captures the updates of each shape and replays them: the same numbers, without the host's work.
 
-    The first update of a shape is made as it is, on the stream that is captured later, so capturing changes nothing.
-    Layers that are frozen for a while are part of a shape. An update of fewer weights than one that has a graph is
-    captured at once: kernels were chosen and state was made for that one. What changes from update to update, the host
+    The first update of a shape is made as it is, on the stream that is captured later, so capturing changes nothing;
+    but one of fewer weights than another that has a graph is captured at once: kernels were chosen and state was made
+    for that one. Layers that are frozen for a while are part of a shape. What changes from update to update, the host
     writes into tensors that the graph reads: `Moving.at`. A generator that was seeded there gives a replay the random
     numbers of an update without a graph: torch copies its seed and offset to the device before each replay.
 

@@ -21,7 +21,7 @@ from falconet.report.histograms import count_histograms, no_histograms, read_his
 from falconet.report.mlperf import Submission, tensor_name
 from falconet.report.sinks import Sink
 from falconet.report.styles import Facts, Point, RunLog, Style
-from falconet.report.throughput import Laps, Rate, Stopwatch
+from falconet.report.throughput import Laps, Rate, Reading, Stopwatch
 from falconet.report.trackers import Tracker
 from falconet.train.metrics import Measurements, Meter
 from falconet.train.plan import Plan
@@ -69,7 +69,7 @@ class Log:
             begin()
 
     def log(self, meter: Meter) -> None:
-        """A log point: the only place where training waits for the device."""
+        """A log point, where training waits for the device."""
         totals = meter.end_interval()
         self.state.progress.points += 1
         rate = self._log_laps.end(totals.images)
@@ -89,8 +89,7 @@ class Log:
         self.output.measurements.note(update, self._means(self.state.progress.epoch))
         for each in self.also:
             each(update)
-        stopwatch = self.output.stopwatch
-        self.output.style.log(self._point(totals, rate, seconds=stopwatch.lap()[0], moment=stopwatch.clock()))
+        self.output.style.log(self._point(totals, rate, self.output.stopwatch.lap()))
         self.output.screen.show(totals.mean_loss)
 
     def _scale_metrics(self, totals: Totals) -> dict[str, float]:
@@ -107,9 +106,10 @@ class Log:
 
     def end_epoch(self, meter: Meter) -> None:
         """End an epoch; it is reported by `catch_up` if its numbers are still on their way from the device."""
-        stopwatch = self.output.stopwatch
-        self._late.append(partial(self._report_epoch, meter, stopwatch.split(), stopwatch.clock()))
-        if not meter.send():
+        end = self.output.stopwatch.split()
+        is_late = meter.send()  # if this fails, there is nothing to report
+        self._late.append(partial(self._report_epoch, meter, end))
+        if not is_late:
             self.catch_up()
 
     def catch_up(self) -> None:
@@ -117,12 +117,12 @@ class Log:
         while self._late:
             self._late.pop(0)()
 
-    def _report_epoch(self, meter: Meter, lap: Callable[[], tuple[float, float]], moment: float) -> None:
-        totals, at = meter.end_epoch(), lap()
+    def _report_epoch(self, meter: Meter, end: Callable[[], Reading]) -> None:
+        totals, at = meter.end_epoch(), end()
         rate = self._epoch_laps.end(totals.images, at=at)
         self._images += rate.images
         self.output.measurements.note(self.state.progress.update, self._means(totals))
-        self.output.style.end_epoch(self._point(totals, rate, seconds=at[0], moment=moment))
+        self.output.style.end_epoch(self._point(totals, rate, at))
 
     def _means(self, epoch: Totals) -> dict[str, float]:
         """What a checkpoint states: of the epoch so far, not of the last interval alone."""
@@ -131,7 +131,7 @@ class Log:
     def end(self) -> None:
         """After the last update."""
         stopwatch = self.output.stopwatch
-        self.output.style.end(trained=stopwatch.lap()[0] - self._before, whole=self.seconds)
+        self.output.style.end(trained=stopwatch.lap().seconds - self._before, whole=self.seconds)
 
     def seconds_of(self, rate: Rate, *, validation: float) -> dict[str, float]:
         """What took how long since this process started to train; `counted`: what speed records count.
@@ -157,7 +157,7 @@ class Log:
         """The rate of everything that this process trained on."""
         return self._run_laps.end(self._images)
 
-    def _point(self, totals: Totals, rate: Rate, *, seconds: float, moment: float) -> Point:
+    def _point(self, totals: Totals, rate: Rate, at: Reading) -> Point:
         update = self.state.progress.update
         return Point(
             update=update,
@@ -173,8 +173,8 @@ class Log:
             lr=self.plan.lr(update - 1),
             scale=self.output.measurements.latest.get("train/loss_scale"),
             rate=rate,
-            seconds=seconds,
-            moment=moment,
+            seconds=at.seconds,
+            moment=at.moment,
             ends_epoch=self.plan.ends_epoch(update),
             validates=self.plan.validates_at(update),
         )

@@ -61,7 +61,10 @@ def train(
 
 @contextmanager
 def _told_anyway(log: Log) -> Iterator[None]:
-    """If training fails, the epoch before is still reported; if a loss of it was not finite, that is the error."""
+    """If training fails, the epoch before is still reported; if a loss of it was not finite, that is the error.
+
+    Not if a process was lost: its part of the numbers may never come.
+    """
     try:
         yield
     except FAILURES:

@@ -92,7 +92,7 @@ class Saving:
 
     def save(self) -> None:
         """Start writing a checkpoint. If the one before it failed, wait for this one, and pause until it is written."""
-        self.state.progress.seconds, _ = self.output.stopwatch.lap()
+        self.state.progress.seconds = self.output.stopwatch.lap().seconds
         with self.output.stopwatch.standing():
             failed = self._failure()
             if failed is None:

@@ -213,6 +213,47 @@ def test_an_epoch_whose_numbers_are_on_their_way_is_reported_later_and_the_same(
     assert rows[0][0][6] == "16"  # images per second, of two seconds
 
 
+def test_an_epoch_whose_numbers_cannot_be_sent_is_not_reported(desk):
+    class Full(World):
+        def sum(self, values):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    at = desk()
+    at.meter = Meter(at.progress, Full(device=torch.device("meta")))
+    at.train(1.0, 2.0, 3.0, 4.0, read=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        at.log.end_epoch(at.meter)
+    at.log.catch_up()
+    assert at.rows == []
+
+
+def test_the_time_of_an_epoch_ends_where_the_device_ended_it(desk):
+    class Device:
+        """Takes a second for each update, all of which the host launches at once."""
+
+        busy_until = 0.0
+
+        def mark(self):
+            return max(self.busy_until, at.clock())
+
+        def reach(self, mark):
+            at.clock.now = max(at.clock(), mark)
+
+        def between(self, first, second):
+            return second - first
+
+    at, device = desk(), Device()
+    output = replace(at.output, stopwatch=Stopwatch(at.clock, device))
+    at.log = Log(plan=replace(PLAN, validation_frequency=9), state=at.log.state, output=output)
+    at.meter = Meter(at.progress, World(device=torch.device("meta")))
+    for _ in range(3):
+        device.busy_until += UPDATES
+        at.train(1.0, 1.0, 1.0, 1.0, seconds=0.0, read=False)
+        at.log.end_epoch(at.meter)
+        at.log.catch_up()
+    assert [row[-2:] for row in at.rows] == [["8.0", "4.0s"]] * 3  # images per second, time
+
+
 def test_the_line_of_an_epoch_comes_before_that_of_the_next_one(desk):
     at, told = desk(), []
     at.log.output = replace(
