@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.models.own_convolution import OwnConv, is_bare
-from falconet.models.padding import SameConv2d, same_padding
+from falconet.models.padding import pads_same, same_padding
 
 if TYPE_CHECKING:
     from falconet.models.depthwise_kernels import Geometry
@@ -18,10 +18,10 @@ _CHANNELS = 8  # a multiple of them: threads read 4 to 16 bytes at once
 
 def can_compute(conv: nn.Conv2d) -> bool:
     """Whether the kernels compute what the layer does."""
-    if type(conv) is not nn.Conv2d and not _pads_same(conv):  # another subclass may compute something else
+    if type(conv) is not nn.Conv2d and not pads_same(conv):  # another subclass may compute something else
         return False
     (down, right), (high, wide) = conv.stride, conv.kernel_size
-    padded = _pads_same(conv) or (not isinstance(conv.padding, str) and max(conv.padding) < high)
+    padded = pads_same(conv) or (not isinstance(conv.padding, str) and max(conv.padding) < high)
     return (
         conv.groups == conv.in_channels == conv.out_channels
         and conv.in_channels % _CHANNELS == 0
@@ -30,10 +30,6 @@ def can_compute(conv: nn.Conv2d) -> bool:
         and padded
         and is_bare(conv)
     )
-
-
-def _pads_same(conv: nn.Conv2d) -> bool:
-    return type(conv) is SameConv2d or type(conv).__name__ == "Conv2dSame"  # timm's
 
 
 class DepthwiseConv(OwnConv):
@@ -50,7 +46,7 @@ def _geometry(conv: nn.Conv2d, x: Tensor) -> "Geometry":
     from falconet.models.depthwise_kernels import Geometry  # Triton comes with CUDA only
 
     (images, channels, height, width), kernel, stride = x.shape, conv.kernel_size[0], conv.stride[0]
-    if _pads_same(conv):
+    if pads_same(conv):
         (above, below), (left, right) = (same_padding(side, kernel=kernel, stride=stride) for side in (height, width))
     else:
         assert not isinstance(conv.padding, str)

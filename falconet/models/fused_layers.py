@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.models import pointwise
+from falconet.models.padding import SameMaxPool2d, same_padding
 
 if TYPE_CHECKING:
     from falconet.models.batchnorm_kernels import Reached, Running, Slopes
@@ -153,7 +154,16 @@ class FusedPool(nn.Module):
 
 def can_pool(pool: nn.MaxPool2d) -> bool:
     """Whether the kernels compute what the layer does."""
-    return _windows(pool) == [(3, 3), (2, 2), (1, 1), (1, 1)] and not pool.ceil_mode and not pool.return_indices
+    padding = {nn.MaxPool2d: (1, 1), SameMaxPool2d: (0, 0)}.get(type(pool))
+    return _windows(pool) == [(3, 3), (2, 2), padding, (1, 1)] and not pool.ceil_mode and not pool.return_indices
+
+
+def _padding(pool: nn.MaxPool2d, y: Tensor) -> tuple[int, int]:
+    """Pixels of padding above an image and to its left."""
+    if type(pool) is nn.MaxPool2d:
+        return 1, 1
+    above, left = (same_padding(side, kernel=3, stride=2)[0] for side in y.shape[2:])
+    return above, left
 
 
 def _windows(pool: nn.MaxPool2d) -> list[tuple[int, ...]]:
@@ -187,7 +197,8 @@ class FusedHalving(nn.Module):
 
 def can_halve(pool: nn.MaxPool2d) -> bool:
     """Whether the kernels compute what the layer does."""
-    return _windows(pool) == [(2, 2), (2, 2), (0, 0), (1, 1)] and not pool.ceil_mode and not pool.return_indices
+    is_plain = type(pool) is nn.MaxPool2d and not pool.ceil_mode and not pool.return_indices
+    return is_plain and _windows(pool) == [(2, 2), (2, 2), (0, 0), (1, 1)]
 
 
 class FusedExcitation(nn.Module):
@@ -347,9 +358,9 @@ class _Pool(torch.autograd.Function):
         from falconet.models import pool_kernels
 
         found = _statistics(y, layer.norm)
-        z, *won = pool_kernels.forward(y, found)
+        ctx.span, ctx.padding = _spanning(layer.norm), _padding(layer.pool, y)
+        z, *won = pool_kernels.forward(y, found, ctx.padding)
         ctx.save_for_backward(y, found, *won)
-        ctx.span = _spanning(layer.norm)
         return (z, z.view_as(z)) if layer.forks else z
 
     @staticmethod
@@ -357,7 +368,8 @@ class _Pool(torch.autograd.Function):
         from falconet.models import pool_kernels
 
         dz, dz2 = dense_gradients(dz, dz2)
-        return (*pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2, span=ctx.span), None)
+        own = pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2, span=ctx.span, padding=ctx.padding)
+        return (*own, None)
 
 
 class _Halving(torch.autograd.Function):

@@ -24,6 +24,7 @@ from falconet.models.fused_layers import (
 from falconet.models.groupnorm import FusedGroupNorm
 from falconet.models.outer_layers import FusedStem, Means, PaddedConv, Peaks, can_be_stem, padded_stem
 from falconet.models.own_convolution import OwnConv
+from falconet.models.padding import pads_same
 from falconet.numerics.segments import trace
 
 Norm = nn.BatchNorm2d | nn.GroupNorm
@@ -347,7 +348,9 @@ def stem_of(traced: fx.GraphModule) -> fx.Node | None:
     images = next(node for node in traced.graph.nodes if node.op == "placeholder")
     stem = _only_user(images)
     conv = layer_of(traced, stem) if stem is not None else None
-    return stem if type(conv) is nn.Conv2d and conv.in_channels == 3 and conv.groups == 1 else None
+    if not isinstance(conv, nn.Conv2d) or conv.in_channels != 3 or conv.groups != 1:
+        return None
+    return stem if type(conv) is nn.Conv2d or pads_same(conv) else None
 
 
 def _fork(traced: fx.GraphModule, node: fx.Node) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.models.fused_layers import dense_gradients, kind_of
+from falconet.models.padding import padded, pads_same
 
 
 class PaddedConv(nn.Module):
@@ -26,8 +27,10 @@ class PaddedConv(nn.Module):
         if x.shape[1] != self.channels:
             plain: Tensor = self.conv(x)
             return plain
-        padded: Tensor = self.conv._conv_forward(x, widened(self.conv.weight, self.channels), self.conv.bias)
-        return padded
+        if pads_same(self.conv):  # before the convolution, which itself has no padding then
+            x = padded(x, self.conv.kernel_size, self.conv.stride)
+        wide: Tensor = self.conv._conv_forward(x, widened(self.conv.weight, self.channels), self.conv.bias)
+        return wide
 
 
 def widened(weight: Tensor, channels: int) -> Tensor:
@@ -66,9 +69,9 @@ class FusedStem(nn.Module):
 
 def can_be_stem(conv: nn.Conv2d) -> bool:
     """Whether the kernel computes what the layer does."""
-    is_plain = (conv.kernel_size, conv.stride, conv.dilation) == ((2, 2), (1, 1), (1, 1)) and conv.padding == (0, 0)
+    is_plain = type(conv) is nn.Conv2d and conv.padding == (0, 0) and conv.stride == conv.dilation == (1, 1)
     is_fixed = conv.bias is not None and not conv.weight.requires_grad and not conv._forward_hooks
-    return is_plain and is_fixed and conv.in_channels == 3 and conv.out_channels <= 64
+    return is_plain and is_fixed and conv.kernel_size == (2, 2) and conv.in_channels == 3 and conv.out_channels <= 64
 
 
 class _Stem(torch.autograd.Function):

@@ -30,9 +30,9 @@ def pad_input(model: nn.Module) -> nn.Module:
     geometry: dict[str, Any] = {
         field: getattr(conv, field) for field in ("kernel_size", "stride", "padding", "dilation", "padding_mode")
     }
-    padded = PaddedConv2d(conv.in_channels, conv.out_channels, bias=conv.bias is not None, device="meta", **geometry)
-    padded.weight, padded.bias = conv.weight, conv.bias
-    model.set_submodule(name, padded.train(conv.training))
+    four = PaddedConv2d(conv.in_channels, conv.out_channels, bias=conv.bias is not None, device="meta", **geometry)
+    four.weight, four.bias = conv.weight, conv.bias
+    model.set_submodule(name, four.train(conv.training))
     return model
 
 
@@ -53,7 +53,7 @@ class SameConv2d(nn.Conv2d):
     """A convolution that pads according to its input's size; its parameters are those of nn.Conv2d."""
 
     def forward(self, images: Tensor) -> Tensor:  # N x C x H x W -> N x C' x ceil(H / stride) x ceil(W / stride)
-        return super().forward(_padded(images, self.kernel_size, self.stride, value=0.0))
+        return super().forward(padded(images, self.kernel_size, self.stride))
 
 
 class SamePaddedConv2d(SameConv2d, PaddedConv2d):
@@ -70,7 +70,12 @@ class SameMaxPool2d(nn.MaxPool2d):
         ]
         if not any(first for first, _ in halves):  # padding on the far sides alone needs no copy
             return functional.max_pool2d(images, kernel, stride, ceil_mode=True)
-        return functional.max_pool2d(_padded(images, kernel, stride, value=float("-inf")), kernel, stride)
+        return functional.max_pool2d(padded(images, kernel, stride, value=float("-inf")), kernel, stride)
+
+
+def pads_same(conv: nn.Conv2d) -> bool:
+    """Whether a convolution is a plain one but for SAME padding: ours or timm's."""
+    return type(conv) is SameConv2d or type(conv).__name__ == "Conv2dSame"
 
 
 def pad_as_tensorflow(model: nn.Module) -> None:
@@ -90,7 +95,7 @@ def _same_conv(conv: nn.Conv2d) -> SameConv2d:
     return same
 
 
-def _padded(images: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], *, value: float) -> Tensor:
+def padded(images: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], *, value: float = 0.0) -> Tensor:
     """Pad for every window that starts inside the image, with the smaller half of the padding first."""
     (down, right), (height, width) = stride, images.shape[2:]
     above, below = same_padding(height, kernel=kernel[0], stride=down)

@@ -1,7 +1,8 @@
 """Max pools beside a batch norm, for channels-last memory: after one and its ReLU, or before one.
 
 After, as in the stem of a ResNet (3 x 3, every second pixel): what is rectified is never stored; the pooled values and,
-for each, which of the nine won and what it was before the norm are five eighths of its bytes. Before (2 x 2): the pass
+for each, which of the nine won and what it was before the norm are five eighths of its bytes. ABOVE and LEFT are the
+pixels of padding before the image, 1 or, as TensorFlow pads even sides, 0. Before (2 x 2): the pass
 that halves the image also sums what the norm needs, and its gradient is written where the winners were. And the largest
 value of each channel, as SpeedNet ends with.
 """
@@ -63,8 +64,8 @@ def _place(number, count, height, width, ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _pool(y, statistics, z, winners, before, count, height, width, units, UNIT: tl.constexpr,
-          ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def _pool(y, statistics, z, winners, before, count, height, width, units, UNIT: tl.constexpr, ABOVE: tl.constexpr,
+          LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """`height`, `width`: of y; `count`: pooled pixels."""
     channels = units * UNIT
     columns, channel, there = columns_of(channels, 1, COLUMNS)
@@ -74,7 +75,7 @@ def _pool(y, statistics, z, winners, before, count, height, width, units, UNIT: 
     raw = tl.zeros((ROWS, COLUMNS), tl.float32)
     winner = tl.full((ROWS, COLUMNS), 9, tl.int32)  # none of the nine is above 0
     for tap in tl.static_range(9):
-        down, right = line * 2 - 1 + tap // 3, column * 2 - 1 + tap % 3
+        down, right = line * 2 - ABOVE + tap // 3, column * 2 - LEFT + tap % 3
         valid = exists & (down >= 0) & (down < height) & (right >= 0) & (right < width)
         inside = valid[:, None] & there[None, :]
         source = (image * height + down).to(tl.int64) * width + right
@@ -119,7 +120,7 @@ def _sum_pooled(dz, dz2, winners, before, g, statistics, partial, count, tiles, 
 @triton.jit
 def _of_window(g, winners, down, right, image, lower, far, columns, there, exists, channels):
     """Gradients and winners of pooled pixels; 9 where there is none."""
-    valid = exists & (down < lower) & (right < far)
+    valid = exists & (down >= 0) & (down < lower) & (right >= 0) & (right < far)
     inside = valid[:, None] & there[None, :]
     offsets = ((image * lower + down).to(tl.int64) * far + right)[:, None] * channels + columns[None, :]
     return loaded(g, offsets, inside), tl.load(winners + offsets, mask=inside, other=9).to(tl.int32)
@@ -128,35 +129,39 @@ def _of_window(g, winners, down, right, image, lower, far, columns, there, exist
 @triton.jit
 def _put(dy, y, d, slopes, image, line, column, height, width, exists, columns, channel, there, channels):
     """The gradient of a pixel, from that of its activation."""
-    inside = (exists & (line < height) & (column < width))[:, None] & there[None, :]
+    valid = exists & (line >= 0) & (line < height) & (column >= 0) & (column < width)
+    inside = valid[:, None] & there[None, :]
     offsets = ((image * height + line).to(tl.int64) * width + column)[:, None] * channels + columns[None, :]
     v = sloped(d, loaded(y, offsets, inside), slopes, channel, channels, there)
     tl.store(dy + offsets, v.to(dy.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _spread_pooled(g, y, winners, slopes, dy, count, height, width, units, UNIT: tl.constexpr,
-                   ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The gradient of y, for blocks of four pixels: a window's own, and those that it shares with the next windows."""
+def _spread_pooled(g, y, winners, slopes, dy, count, height, width, units, UNIT: tl.constexpr, ABOVE: tl.constexpr,
+                   LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """The gradient of y, for blocks of four pixels: a window's own, and those that it shares with the next windows.
+
+    Without padding before the image, the first blocks begin before it, and have no window of their own.
+    """
     channels = units * UNIT
     columns, channel, there = columns_of(channels, 1, COLUMNS)
     lower, far = (height + 1) // 2, (width + 1) // 2
-    _, image, line, column, exists = _place(tl.program_id(0), count, lower, far, ROWS)
+    _, image, line, column, exists = _place(tl.program_id(0), count, lower + 1 - ABOVE, far + 1 - LEFT, ROWS)
+    line, column = line - 1 + ABOVE, column - 1 + LEFT
     own, won = _of_window(g, winners, line, column, image, lower, far, columns, there, exists, channels)
     east, won_east = _of_window(g, winners, line, column + 1, image, lower, far, columns, there, exists, channels)
     south, won_south = _of_window(g, winners, line + 1, column, image, lower, far, columns, there, exists, channels)
     last, won_last = _of_window(g, winners, line + 1, column + 1, image, lower, far, columns, there, exists, channels)
+    top, left = 2 * line + 1 - ABOVE, 2 * column + 1 - LEFT
     d = tl.where(won == 4, own, 0.0)
-    _put(dy, y, d, slopes, image, 2 * line, 2 * column, height, width, exists, columns, channel, there, channels)
+    _put(dy, y, d, slopes, image, top, left, height, width, exists, columns, channel, there, channels)
     d = tl.where(won == 5, own, 0.0) + tl.where(won_east == 3, east, 0.0)
-    _put(dy, y, d, slopes, image, 2 * line, 2 * column + 1, height, width, exists, columns, channel, there, channels)
+    _put(dy, y, d, slopes, image, top, left + 1, height, width, exists, columns, channel, there, channels)
     d = tl.where(won == 7, own, 0.0) + tl.where(won_south == 1, south, 0.0)
-    _put(dy, y, d, slopes, image, 2 * line + 1, 2 * column, height, width, exists, columns, channel, there, channels)
+    _put(dy, y, d, slopes, image, top + 1, left, height, width, exists, columns, channel, there, channels)
     d = tl.where(won == 8, own, 0.0) + tl.where(won_east == 6, east, 0.0)
     d += tl.where(won_south == 2, south, 0.0) + tl.where(won_last == 0, last, 0.0)
-    _put(
-        dy, y, d, slopes, image, 2 * line + 1, 2 * column + 1, height, width, exists, columns, channel, there, channels
-    )
+    _put(dy, y, d, slopes, image, top + 1, left + 1, height, width, exists, columns, channel, there, channels)
 
 
 @triton.jit
@@ -296,7 +301,7 @@ def spread_peak(gradient: Tensor, x: Tensor, peaks: Tensor) -> Tensor:
 def halve(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The largest of each 2 x 2 pixels, which of the four it is, and sums for `batchnorm_kernels.numbers`."""
     pooled, winners = _halved(y, y.dtype), _halved(y, torch.uint8)
-    (tiles, columns), constants = _walked(y, pooled)
+    (tiles, columns), constants = _walked(y, pooled.numel() // y.shape[1])
     programs = max(1, min(MOMENTS // columns, tiles // LEAST))
     partial = torch.empty((2, programs, y.shape[1]), device=y.device)
     _halve[(programs, columns)](y, pooled, winners, partial, tiles=tiles, **constants)
@@ -306,7 +311,7 @@ def halve(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def halve_normed(y: Tensor, found: Tensor, *, act: str) -> Tensor:
     """act(norm(pool(y))) with the norm's factor, bias and mean."""
     z = _halved(y, y.dtype)
-    grid, constants = _walked(y, z)
+    grid, constants = _walked(y, z.numel() // y.shape[1])
     _halve_normed[grid](y, found, z, ACT=ACTIVATIONS[act], **constants)
     return z
 
@@ -337,16 +342,20 @@ def _halved(y: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=y.device, memory_format=torch.channels_last)
 
 
-def forward(y: Tensor, found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The pooled activation, which of the nine values of each it is, and what that was before the norm."""
+def forward(y: Tensor, found: Tensor, padding: tuple[int, int] = (1, 1)) -> tuple[Tensor, Tensor, Tensor]:
+    """The pooled activation, which of the nine values of each it is, and what that was before the norm.
+
+    `padding`: pixels above an image and to its left, 0 or 1.
+    """
     images, channels, height, width = y.shape
     pooled = (images, channels, (height + 1) // 2, (width + 1) // 2)
     z, winners, before = (
         torch.empty(pooled, dtype=dtype, device=y.device, memory_format=torch.channels_last)
         for dtype in (y.dtype, torch.uint8, y.dtype)
     )
-    grid, constants = _walked(y)
-    _pool[grid](y, found, z, winners, before, **constants)
+    grid, constants = _walked(y, z.numel() // channels)
+    above, left = padding
+    _pool[grid](y, found, z, winners, before, ABOVE=above, LEFT=left, **constants)
     return z, winners, before
 
 
@@ -359,6 +368,7 @@ def backward(
     *,
     dz2: Tensor | None = None,
     span: "Spanning | None" = None,
+    padding: tuple[int, int] = (1, 1),
 ) -> Gradients:
     """dz + dz2 is the result's gradient."""
     g, dy, summed = torch.empty_like(dz), torch.empty_like(y), Table.of(dz).summed(GRADIENTS)
@@ -368,8 +378,11 @@ def backward(
         TWO=dz2 is not None, **summed.constants,
     )  # fmt: skip
     own, slopes = merged(partial, 1, found, merging(Table.of(y), partial.shape[1]), span)
-    grid, constants = _walked(y)
-    _spread_pooled[grid](g, y, winners, slopes, dy, **constants)
+    above, left = padding
+    images, _, height, width = y.shape
+    blocks = images * ((height + 1) // 2 + 1 - above) * ((width + 1) // 2 + 1 - left)
+    grid, constants = _walked(y, blocks)
+    _spread_pooled[grid](g, y, winners, slopes, dy, ABOVE=above, LEFT=left, **constants)
     return Gradients(dy, *own)
 
 
@@ -378,10 +391,9 @@ def _fitting(channels: int, widths: Sequence[int]) -> int:
     return min(widths, key=lambda width: (-(-channels // width) * width, -width))
 
 
-def _walked(y: Tensor, pooled: Tensor | None = None) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and constants of a pass over the pooled pixels; without them, over blocks of four, the last cut short."""
-    images, channels, height, width = y.shape
-    count = images * ((height + 1) // 2) * ((width + 1) // 2) if pooled is None else pooled.numel() // channels
+def _walked(y: Tensor, count: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and constants of a pass over `count` pooled pixels, or blocks of four."""
+    _, channels, height, width = y.shape
     unit, columns = 1 if channels % 8 else 8, _fitting(channels, WIDTHS)
     sizes = {"count": count, "height": height, "width": width, "units": channels // unit}
     constants = {**sizes, "UNIT": unit, "ROWS": TILED // columns, "COLUMNS": columns, **FUSED}

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from falconet.models import batchnorm_kernels, pool_kernels, stem_kernels
+from falconet.models import batchnorm_kernels, fused_layers, pool_kernels, stem_kernels
 from falconet.models.excitation_kernels import Excitation
+from falconet.models.padding import SameMaxPool2d
 
 ACTS = {
     "none": lambda v: v,
@@ -70,19 +71,20 @@ def errors(shape, act="relu", adds=0, two=False, mean=0.0, deviation=1.0):
     return {name: _error(a, b.detach()) for name, (a, b) in results.items()}
 
 
-def gated_errors(shape, act="silu"):
+def gated_errors(shape, act="silu", *, mean=0.0, deviation=1.0):
     """Of a norm, its activation, and a product with what becomes of each image's means."""
     noise = torch.Generator().manual_seed(0)
     y, dz = (torch.randn(shape, generator=noise).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    y = y * deviation + mean
     weight, bias = (torch.randn(shape[1], generator=noise) for _ in range(2))
     found = batchnorm_kernels.statistics(y, weight, bias, None, eps=1e-5)
     norm = Excitation(y, found, act)
     sums = norm.sums()
-    mean = sums[0, :, :, None, None].clone().requires_grad_()
-    gate = torch.sigmoid(3 * mean)
+    means = sums[0, :, :, None, None].clone().requires_grad_()
+    gate = torch.sigmoid(3 * means)
     z, back = norm.apply(gate.detach()), norm.gate_sums(dz)
-    (dmean,) = torch.autograd.grad(gate, mean, back[0, :, :, None, None])
-    own = norm.backward(dz, gate.detach(), dmean, (sums, back))
+    (dmeans,) = torch.autograd.grad(gate, means, back[0, :, :, None, None])
+    own = norm.backward(dz, gate.detach(), dmeans, (sums, back))
     leaves = [t.double().requires_grad_() for t in (y, weight, bias)]
     inner = ACTS[act](functional.batch_norm(leaves[0], None, None, leaves[1], leaves[2], True, 0.1, 1e-5))
     exact = inner * torch.sigmoid(3 * inner.mean((2, 3), keepdim=True))
@@ -92,19 +94,22 @@ def gated_errors(shape, act="silu"):
     return {name: _error(a, b.detach()) for name, (a, b) in results.items()}
 
 
-def pooled_errors(shape, two):
-    """Of the max pool of a rectified norm; small whole numbers, so that some of the nine are equal."""
+def pooled_errors(shape, two, *, pool=None, mean=0.0, deviation=1.0):
+    """Of the max pool of a rectified norm; few different numbers, so that some of the nine are equal."""
+    pool = pool or nn.MaxPool2d(3, 2, 1)
     noise = torch.Generator().manual_seed(0)
     y = torch.randint(-3, 4, shape, generator=noise).float().contiguous(memory_format=torch.channels_last)
+    y = y * deviation + mean
     weight, bias = (torch.randn(shape[1], generator=noise) for _ in range(2))
     weight[0] = 0.0
     found = batchnorm_kernels.statistics(y, weight, bias, None, eps=1e-5)
-    z, *won = pool_kernels.forward(y, found)
+    padding = fused_layers._padding(pool, y)
+    z, *won = pool_kernels.forward(y, found, padding)
     dz, dz2 = (torch.randn(z.shape, generator=noise).contiguous(memory_format=torch.channels_last) for _ in range(2))
-    own = pool_kernels.backward(dz, y, found, *won, dz2=dz2 if two else None)
+    own = pool_kernels.backward(dz, y, found, *won, dz2=dz2 if two else None, padding=padding)
     leaves = [t.double().requires_grad_() for t in (y, weight, bias)]
     inner = functional.batch_norm(leaves[0], None, None, leaves[1], leaves[2], True, 0.1, 1e-5)
-    exact = functional.max_pool2d(functional.relu(inner), 3, 2, 1)
+    exact = pool(functional.relu(inner))
     exact.backward(dz.double() + (dz2.double() if two else 0.0))
     results = {"output": (z, exact), "input": (own.input, leaves[0].grad)}
     results |= {"weight": (own.weight, leaves[1].grad), "bias": (own.bias, leaves[2].grad)}
@@ -207,6 +212,9 @@ if __name__ == "__main__":
             found[f"{name}, gated"] = gated_errors(shape)
     for side, two in ((9, False), (12, True)):
         found[f"{side} pixels, pooled"] = pooled_errors((2, 24, side, side), two)
+    for height, width, two in ((12, 9, False), (9, 10, True), (2, 12, True)):
+        shape, same = (2, 24, height, width), SameMaxPool2d(3, 2)
+        found[f"{height} x {width} pixels, pooled with SAME padding"] = pooled_errors(shape, two, pool=same)
     for side, act, two in ((9, "gelu", False), (12, "relu", True), (13, "none", True)):
         found[f"{side} pixels, halved, {act}"] = halved_errors((2, 24, side, side + 1), act, two)
     found["channels beyond a tile, halved"] = halved_errors((3, 144, 7, 7), "gelu", False)
@@ -219,5 +227,9 @@ if __name__ == "__main__":
     stem_kernels.FORWARD = stem_kernels.BACKWARD = few
     found["several images of a program, stem"] = stem_errors(9, "gelu", 32)
     for name, (mean, deviation) in INPUTS.items():
-        found[name] = errors(SHAPES["a short last tile"], "silu", mean=mean, deviation=deviation)
+        drawn = {"mean": mean, "deviation": deviation}
+        found[name] = errors(SHAPES["a short last tile"], "silu", **drawn)
+        found[f"{name}, added"] = errors(SHAPES["few channels"], "none", 2, **drawn)
+        found[f"{name}, gated"] = gated_errors(SHAPES["a short last tile"], **drawn)
+        found[f"{name}, pooled"] = pooled_errors((2, 24, 9, 9), True, **drawn)
     print(json.dumps(found))

@@ -1,3 +1,4 @@
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,22 +11,26 @@ from falconet.models import fusion, zoo
 from falconet.models.freezing import Frozen
 from falconet.models.fused_layers import FusedExcitation, FusedHalving, FusedNorm, fits
 from falconet.models.groupnorm import FastGroupNorm, FusedGroupNorm
+from falconet.models.padding import SameMaxPool2d
 from falconet.parallel.batchnorm import over
 
 SHAPES = ["few channels", "a short last tile", "several programs", "channels beyond a tile"]
 ADDED = {"none": (0, 1, 2), "relu": (0, 1, 2), "silu": (0,), "hard_swish": (0,), "relu6": (0,), "gelu": (0,)}
+DRAWN = ("random", "huge mean", "tiny variance", "constant")
 CASES = [
     "one row",
     *SHAPES,
     *(f"{act}, {adds} added, {n} gradients" for act, kinds in ADDED.items() for adds in kinds for n in (1, 2)),
     *(f"{name}, gated" for name in SHAPES),
     *("9 pixels, pooled", "12 pixels, pooled"),
+    *(f"{size} pixels, pooled with SAME padding" for size in ("12 x 9", "9 x 10", "2 x 12")),
     *("9 pixels, halved, gelu", "12 pixels, halved, relu", "13 pixels, halved, none", "channels beyond a tile, halved"),
     "more images than a program takes, halved",
     *("9 pixels, stem", "32 pixels, stem", "several images of a program, stem", "peaks", "peaks of NaN"),
-    *("random", "huge mean", "tiny variance", "constant"),
+    *(f"{drawn}{what}" for drawn in DRAWN for what in ("", ", added", ", gated", ", pooled")),
 ]
-ROUNDED = {"huge mean": 1e-4, "tiny variance": 1e-4}  # the input's own rounding is that large a part of its deviation
+# The input's own rounding is that large a part of its deviation.
+ROUNDED = {case: 1e-4 for case in CASES if case.startswith(("huge mean", "tiny variance"))}
 
 
 @pytest.fixture(scope="module")
@@ -68,21 +73,27 @@ NETWORKS = {
     "resnet18 with one-pass norm": 20,
     "speednet8-cifar": 6,
     "speednet11-cifar": 9,
+    "resnet50 with SAME padding": 53,
+    "resnext50 with SAME padding": 53,
+    "efficientnet-b0 with SAME padding": 49,
+    "mobilenet-v3-large with SAME padding": 46,
+    "timm:tf_efficientnet_lite0": 49,
 }
 GROUPS = {"norm_type": "group", "norm_num_groups": 8}
-NORMS = {
+VARIANTS = {
     "group norm": GROUPS,
     "fast group norm": {**GROUPS, "enable_fast_groupnorm": True},
     "strided group norm": {**GROUPS, "norm_grouping": "strided"},
     "proxy norm": {**GROUPS, "norm_num_groups": 4, "proxy_norm": True},
     "one-pass norm": {"disable_stable_batchnorm": True},
+    "SAME padding": {"padding": "same"},
 }
 
 
 def built(name):
     """A network of NETWORKS."""
-    model, _, norm = name.partition(" with ")
-    return zoo.build(model, classes=10, seed=0, **NORMS.get(norm, {}))
+    model, _, variant = name.partition(" with ")
+    return zoo.build(model, classes=10, seed=0, **VARIANTS.get(variant, {}))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -104,6 +115,27 @@ def test_every_norm_of_a_network_is_fused_and_computes_the_same(name):
         assert torch.equal(expected, value), key
 
 
+@pytest.mark.parametrize(("name", "pools"), [("resnet50", 1), ("efficientnet-b0", 0), ("mobilenet-v3-large", 0)])
+def test_a_network_with_same_padding_is_fused_as_the_one_without(name, pools):
+    plain, same = (fusion.fuse(built(each).train()) for each in (name, f"{name} with SAME padding"))
+    assert plain.channels == same.channels > 3
+    names = [[type(layer).__name__ for layer in found.model.modules()] for found in (plain, same)]
+    kinds = [Counter(name for name in each if name.startswith(("Fused", "Padded", "Means"))) for each in names]
+    assert kinds[0] == kinds[1]
+    assert kinds[0]["FusedPool"] == pools
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("resnet18 with SAME padding", 32), ("resnet18 with SAME padding", 33), ("timm:tf_efficientnet_lite0", 32)],
+)
+def test_a_stem_with_same_padding_takes_images_with_further_channels(name, side):
+    model = built(name).eval()
+    found, inputs = fusion.fuse(model), images(side)
+    padded = nn.functional.pad(inputs, (0, 0, 0, 0, 0, found.channels - 3))
+    torch.testing.assert_close(found.model(padded), model(inputs))
+
+
 class Halved(nn.Module):
     """A pool, a norm and an activation after a convolution."""
 
@@ -122,6 +154,15 @@ class Halved(nn.Module):
 def test_a_pool_before_a_norm_is_part_of_it(act, kind):
     (layer,) = [each for each in fusion.fuse(Halved(act)).model.modules() if isinstance(each, FusedHalving)]
     assert layer.kind == kind
+
+
+def test_a_pool_with_same_padding_before_a_norm_is_left_to_torch():
+    """It keeps the last line of an odd side."""
+    model = Halved(nn.ReLU())
+    model.pool = SameMaxPool2d(2, 2)
+    found = fusion.fuse(model).model
+    assert found(images(9)).shape[2:] == (5, 5)
+    assert not any(isinstance(layer, FusedHalving) for layer in found.modules())
 
 
 def test_gelu_by_a_tangent_is_left_to_torch():

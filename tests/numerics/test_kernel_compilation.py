@@ -202,6 +202,8 @@ def test_a_pooled_norm_compiles(dtype, compiled):
     x, found = torch.zeros(2, 64, 40, 40, dtype=dtype).to(memory_format=torch.channels_last), torch.ones(4, 64)
     z, *won = module.forward(x, found)
     module.backward(z, x, found, *won, dz2=z)
+    z, *won = module.forward(x, found, (0, 0))
+    module.backward(z, x, found, *won, padding=(0, 0))
     module.spread_peak(module.peak(x), x, module.peak(x))
     pooled, winners, _ = module.halve(x)
     module.halve_normed(x, found, act="gelu")
