@@ -63,7 +63,7 @@ test-slow: .venv/installed-for-tests $(TRITON) oldest-triton
 oldest-triton: .venv/installed-for-tests .triton-oldest
 	PYTHONPATH=.triton-oldest $(BIN)/python -m pytest tests/numerics/test_kernel_compilation.py
 
-.triton-oldest:
+.triton-oldest: | .venv/installed-for-tests
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $@ triton==3.6.0
 
 lint: .venv/installed-for-tests
