@@ -63,7 +63,7 @@ def main() -> None:
             began = time.process_time()
             way(source)
             spent.append(time.process_time() - began)
-        print(f"{name:24} {len(source) / min(spent):8,.0f} photos per second and core")
+        print(f"{name:24} {len(source) / min(spent):8,.0f} photos per second and core", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def nvjpeg_alone(source: FileSource, portion: int) -> float:
         torch.cuda.synchronize()
         rate = len(encoded) / (time.perf_counter() - begin)
     if refused:
-        print(f"  nvJPEG refused {refused} of {len(encoded)}")
+        print(f"  nvJPEG refused {refused} of {len(encoded)}", flush=True)
     return rate
 
 
@@ -93,7 +93,7 @@ def agreement(source: FileSource, images: int) -> None:
     for index, value in enumerate(decibels.tolist()):
         kinds["all"].append(value)
         kinds.setdefault(sampling(source.path(index)), []).append(value)
-    print(f"agreement with Pillow over {images} photos: median, 5th percentile, worst")
+    print(f"agreement with Pillow over {images} photos: median, 5th percentile, worst", flush=True)
     for kind, values in kinds.items():
         print(
             f"  {kind:12} {np.median(values):6.1f} {np.percentile(values, 5):6.1f} {min(values):6.1f}  ({len(values)})"
@@ -114,14 +114,16 @@ def main() -> None:
     parser.add_argument("--portions", type=int, nargs="+", default=[16, 32, 64, 128, 256])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, torchvision {torchvision.__version__}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, torchvision {torchvision.__version__}", flush=True
+    )
     library = native.library()
-    print(f"native decoder: {library.processor if library else native.why_not()}")
+    print(f"native decoder: {library.processor if library else native.why_not()}", flush=True)
     source = repeated(args.folder, args.images)
     distinct = len({source.path(index) for index in range(len(source))})
     agreement(source, min(distinct, 512))
     for portion in args.portions:
-        print(f"nvJPEG alone, {portion:3} at once: {nvjpeg_alone(source, portion):8.0f} photos/s")
+        print(f"nvJPEG alone, {portion:3} at once: {nvjpeg_alone(source, portion):8.0f} photos/s", flush=True)
     host = reader_for(source, crops=CROPS, bad=bad())
     for workers in args.workers:
         rates: dict[str, list[float]] = {}
@@ -134,7 +136,8 @@ def main() -> None:
         for name, values in rates.items():
             print(
                 f"loader, {workers:2} threads, {name:20} {statistics.median(values):8.0f} photos/s"
-                f" ({min(values):.0f} to {max(values):.0f})"
+                f" ({min(values):.0f} to {max(values):.0f})",
+                flush=True,
             )
         sys.stdout.flush()
 

@@ -48,7 +48,7 @@ def main() -> None:
         made(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
         return
     text = predicted(sys.argv[1:])
-    print(text[text.index("part  ") :])
+    print(text[text.index("part  ") :], flush=True)
     expected = float(text.partition("\ntogether")[2].split()[0].replace(",", ""))
     first, *rates = trained(sys.argv[1:])
     found = len(rates) / sum(1 / rate for rate in rates)

@@ -239,10 +239,10 @@ def main() -> None:
     parser.add_argument("--mode", choices=["training", "validation", "both"], default="both")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(machine())
+    print(machine(), flush=True)
     source = folder_source(args.folder, args.images)
     sizes = [source.path(index).stat().st_size for index in range(len(source))]
-    print(f"{len(sizes)} photos of {statistics.mean(sizes) / 1000:.1f} kB on average, {args.rounds} rounds")
+    print(f"{len(sizes)} photos of {statistics.mean(sizes) / 1000:.1f} kB on average, {args.rounds} rounds", flush=True)
     for mode in ("training", "validation"):
         if args.mode not in (mode, "both"):
             continue

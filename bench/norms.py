@@ -96,7 +96,7 @@ def main() -> None:
     device = torch.device(args.device)
     torch.set_num_threads(1)
     name, dtype = (torch.cuda.get_device_name(), "fp16") if args.device == "cuda" else ("CPU, one thread", "fp32")
-    print(f"{name}, torch {torch.__version__}, {dtype}, batch {args.batch}, forward and backward")
+    print(f"{name}, torch {torch.__version__}, {dtype}, batch {args.batch}, forward and backward", flush=True)
     for channels, side, groups in SHAPES:
         shape = (args.batch, channels, side, side)
         copy = copy_time(shape, device)

@@ -47,9 +47,9 @@ def main() -> None:
         for _ in range(20):
             torch.mm(work, work)
 
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ResNet-50, AdamW, fp32")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ResNet-50, AdamW, fp32", flush=True)
     alone = milliseconds(compute)
-    print(f"{'computation alone':30} {alone:8.2f} ms")
+    print(f"{'computation alone':30} {alone:8.2f} ms", flush=True)
     for bucket in [None, *args.bucket]:
         model = zoo.build("resnet50", classes=1000, seed=0).cuda()
         optimizer = build_optimizer(model, Optimizer(optimizer="adamw"))
@@ -68,7 +68,10 @@ def main() -> None:
 
         own, beside = milliseconds(update), milliseconds(compute, update)
         where = "on the device" if bucket is None else f"on the host, buckets of {bucket:g} MB"
-        print(f"{where:30} {own:8.2f} ms alone, {beside:8.2f} ms beside, {own + alone - beside:6.2f} ms overlapped")
+        print(
+            f"{where:30} {own:8.2f} ms alone, {beside:8.2f} ms beside, {own + alone - beside:6.2f} ms overlapped",
+            flush=True,
+        )
     state = 2 * 4 * sum(p.numel() for p in model.parameters())
     there, here = (torch.empty(state, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     device = [torch.empty(state, dtype=torch.uint8, device="cuda") for _ in range(2)]

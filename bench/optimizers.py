@@ -66,7 +66,10 @@ def row(name: str, optimizer: torch.optim.Optimizer, base: float | None) -> floa
     kernels, calls = measured(optimizer)
     low, middle, high = statistics.quantiles(kernels, n=4)
     ratio = f"{middle / base:5.2f}" if base else " 1.00"
-    print(f"{name:34s} {middle:8.1f} us ({low:.1f} to {high:.1f})  x {ratio}   call {statistics.median(calls):8.1f} us")
+    print(
+        f"{name:34s} {middle:8.1f} us ({low:.1f} to {high:.1f})  x {ratio}   call {statistics.median(calls):8.1f} us",
+        flush=True,
+    )
     return middle
 
 
@@ -74,13 +77,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, nargs="+", default=[CHUNK])
     chunks = parser.parse_args().chunks
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, {REPEATS} repeats")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, {REPEATS} repeats",
+        flush=True,
+    )
     fused = torch.optim.SGD(weights(torch.float32), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=True)
     base = row("torch SGD fp32, fused", fused, None)
     row("torch AdamW fp32, fused", torch.optim.AdamW(weights(torch.float32), lr=0.1, fused=True, capturable=True), base)
     worst = 0.0
     for chunk in chunks:
-        print(f"chunks of {chunk}")
+        print(f"chunks of {chunk}", flush=True)
         for rule, make in RULES.items():
             for name, (dtype, rounding) in TYPES.items():
                 optimizer = make(weights(dtype), rounding)

@@ -29,7 +29,7 @@ def measure(layer: nn.Module, shape: tuple[int, ...]) -> float:
 
 
 def main() -> None:
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, fp16, silu, forward and backward")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, fp16, silu, forward and backward", flush=True)
     for shape in SHAPES:
         settings = {"activation": "silu"}
         layers = {
@@ -41,7 +41,7 @@ def main() -> None:
         }
         times = "  ".join(f"{name} {measure(layer, shape):.3f} ms" for name, layer in layers.items())
         least = 1000 * 5 * 2 * torch.Size(shape).numel() / 4.3e12  # 5 passes of 2 bytes at 4.3 TB/s
-        print(f"{shape!s:22s} {times}  ({least:.3f} ms of memory)")
+        print(f"{shape!s:22s} {times}  ({least:.3f} ms of memory)", flush=True)
 
 
 if __name__ == "__main__":

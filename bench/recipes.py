@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--output", type=Path, help="JSON lines, one per run")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file; trains nothing")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="with --show: draw the validations, too")

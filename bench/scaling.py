@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=60, help="updates per run, of 64 images per replica")
     arguments = parser.parse_args()
-    print(f"load before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
+    print(f"load before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores", flush=True)
     found: dict[int, list[float]] = {1: [], 2: []}
     for number in range(arguments.rounds):
         order = (1, 2) if number % 2 == 0 else (2, 1)

@@ -150,7 +150,7 @@ def compare(args: argparse.Namespace) -> None:
     )
     where = torch.cuda.get_device_name() if classifier.device.type == "cuda" else "CPU"
     cores = f"{len(os.sched_getaffinity(0))} cores, {len(args.cores) or 'no'} others for clients"
-    print(f"{line}; {size / 1e6:.1f} MB per request; {where}, {cores}, torch {torch.__version__}")
+    print(f"{line}; {size / 1e6:.1f} MB per request; {where}, {cores}, torch {torch.__version__}", flush=True)
     engine = open_engine(classifier, options, settings, print, max_batch=args.batch)
     base = local(engine.lanes.each, images, args.seconds)
     print(f"local                             {base:10,.0f} images/s", flush=True)

@@ -54,7 +54,8 @@ def measure_listing(count: int) -> None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             print(
                 f"{images:,} images {when}: {took:.2f} s; {(memory() - before) / images:.0f} bytes kept per image,"
-                f" at most {max(0, peak - before) / images:.0f}"
+                f" at most {max(0, peak - before) / images:.0f}",
+                flush=True,
             )
             del splits
 
