@@ -82,6 +82,8 @@ class Regime:
             return f"{self.name} (this CPU computes in fp32 and rounds weights to fp16 each time: {faster})"
         if self._is_bfloat16_on_cpu(device) and not _has_bfloat16(device):
             return f"{self.name} (this CPU has no bf16 instructions: --precision 32.32 is faster)"
+        if self.compute == torch.float32 and automatic(device.type) != self.name:
+            return f"{self.name} (--precision auto, here {automatic(device.type)}, is faster)"
         return self.name
 
     def require(self, device: torch.device) -> None:
@@ -117,9 +119,9 @@ def uncast(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def automatic(kind: Literal["cpu", "cuda"]) -> Literal["bf16.32", "32.32"]:
+def automatic(kind: str) -> Literal["bf16.32", "32.32"]:
     """The regime for a kind of device: half the memory and 1.5 times the speed where the device computes in bf16."""
-    is_there = kind == "cpu" or torch.cuda.is_available()
+    is_there = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
     return "bf16.32" if is_there and _has_bfloat16(torch.device(kind)) else "32.32"
 
 

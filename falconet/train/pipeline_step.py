@@ -367,6 +367,8 @@ class StagedModel:
                 f" {counted(flights, 'micro-batch')} in flight,"
                 f" {need / GIB:.3f} GiB predicted"
             )
+        if self.setup.device.type == "cuda":
+            lines.append("norms: none fused with what follows them, because the model is cut into stages")
         return lines
 
     def needs(self, micro_batch: int, kind: Kind) -> list[int]:

@@ -29,7 +29,7 @@ from falconet.errors import ConfigError, named_option
 from falconet.models import splits, zoo
 from falconet.models.depth import rate_shares
 from falconet.models.freezing import Frozen, Hold, count_trained, frozen_before, frozen_by, trained_by
-from falconet.models.fusion import Fusion, fuse, fuse_pieces
+from falconet.models.fusion import Fusion, Norm, fuse, fuse_pieces
 from falconet.models.speednet import WHITENED_FROM, SpeedNet
 from falconet.models.zoo import build_model
 from falconet.numerics.loss_scale import NonFinite, Offender
@@ -286,7 +286,7 @@ class WholeModel:
 
     def _fused_lines(self) -> list[str]:
         fused, norms, _ = self.fused_norms
-        return [f"norms: {fused} of {norms} fused with what follows them"] if fused else []
+        return [f"norms: {fused or 'none'} of {norms} fused with what follows them"] if norms else []
 
     @cached_property
     def fused_norms(self) -> "FusedNorms":
@@ -296,7 +296,9 @@ class WholeModel:
         model, stored = self._model[0], self.recomputation.stored if self.recomputation else ()
         if not stored:
             whole = self._fused(model)
-            return FusedNorms(whole.fused, whole.norms, whole.channels) if whole else FusedNorms()
+            if whole is None:
+                return FusedNorms(0, sum(isinstance(module, Norm) for module in model.modules()))
+            return FusedNorms(whole.fused, whole.norms, whole.channels)
         parts = fuse_pieces(pieces(model, matching(model, stored)))
         return FusedNorms(sum(part.fused for part in parts), sum(part.norms for part in parts), parts[0].channels)
 

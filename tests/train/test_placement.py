@@ -35,10 +35,10 @@ def test_with_identical_seeding_replicas_drop_the_same_and_stages_different_unit
     assert seed(replica, 1, alike=True) == seed(0, 1, alike=True) != seed(0, 0, alike=True)
 
 
-def plan_lines(*, span: int, joined: int) -> list[str]:
+def plan_lines(*, span: int = 1, joined: int = 1, **model: str) -> list[str]:
     """Of a CIFAR network for a CUDA device, whose batch norm spans some replicas, of which this one runs `joined`."""
     grid = SimpleNamespace(world=SimpleNamespace(device=torch.device("cuda", 0)))
-    options = TrainOptions(model=Model(model="resnet8-cifar"), parallel=Parallel(batchnorm_span=span))
+    options = TrainOptions(model=Model(model="resnet8-cifar", **model), parallel=Parallel(batchnorm_span=span))
     images = SimpleNamespace(classes=10, training=SimpleNamespace(image_size=32))
     shape = BatchShape(micro_batch=8, joined=joined, folded=joined)
     setup = Setup(options=options, images=images, shape=shape, grid=grid, regime=REGIMES["32.32"], note=print)
@@ -48,6 +48,12 @@ def plan_lines(*, span: int, joined: int) -> list[str]:
 @pytest.mark.parametrize("joined", [1, 2])
 def test_norms_over_several_processes_are_fused_too(joined):
     assert plan_lines(span=2, joined=joined) == ["norms: 7 of 7 fused with what follows them"]
+
+
+def test_plan_says_if_no_norm_is_fused(monkeypatch):
+    monkeypatch.setattr("falconet.models.fusion.can_fuse", lambda _: False)
+    assert plan_lines() == ["norms: none of 7 fused with what follows them"]
+    assert plan_lines(norm_type="none") == []
 
 
 @pytest.mark.parametrize("recompute", ["", "--enable-recompute"])
