@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: downloaded if needed, read from the binary or the python files."""
+"""CIFAR-10 and CIFAR-100: downloaded if needed, read from the binary or the python files, or from PNG files."""
 
 import hashlib
 import pickle  # noqa: TID251, the official files are pickles; the reader below can call nothing of the file's choosing
@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from falconet.data.image_files import UnreadableImageError, open_rgb
 from falconet.data.keyed import IntArray
 from falconet.data.preprocessing import Channels
 from falconet.data.storage import ArraySource, PixelArray, Splits
@@ -173,6 +174,7 @@ SIDE = 32
 PLANES = 3 * SIDE * SIDE  # bytes of an image: its red, green and blue planes
 ADDRESS = "https://www.cs.toronto.edu/~kriz/"
 DEFAULT_DIR = Path("data")
+PNG_SPLITS = ("train", "test")  # folders with one for each class, as Kaggle and fast.ai have it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,29 +239,30 @@ def load(data_dir: Path | None, *, kind: Kind) -> Splits:
     """
     cifar = CIFARS[kind]
     data_dir = DEFAULT_DIR if data_dir is None else data_dir
-    if not _found(data_dir, cifar):
+    if not is_there(data_dir, kind=kind):
         download(cifar.archive, into=data_dir, folder=cifar.binary.folder, missing=_missing(kind, data_dir))
     found = _found(data_dir, cifar)
-    if found is None:
+    if found is not None:
+        layout, folder = found
+        train = _source([folder / name for name in layout.train], cifar)
+        validation = _source([folder / layout.validation], cifar)
+    elif _has_png_files(data_dir, cifar):
+        train, validation = (_png_source(data_dir / split, cifar) for split in PNG_SPLITS)
+    else:
         raise DataError(_missing(kind, data_dir))
-    layout, folder = found
-    return Splits(
-        train=_source([folder / name for name in layout.train], cifar),
-        validation=_source([folder / layout.validation], cifar),
-        native_size=SIDE,
-        mean=cifar.mean,
-        std=cifar.std,
-    )
+    return Splits(train=train, validation=validation, native_size=SIDE, mean=cifar.mean, std=cifar.std)
 
 
 def is_there(data_dir: Path | None, *, kind: Kind) -> bool:
     """Whether `load` would read without a download."""
-    return _found(data_dir or DEFAULT_DIR, CIFARS[kind]) is not None
+    data_dir, cifar = data_dir or DEFAULT_DIR, CIFARS[kind]
+    return _found(data_dir, cifar) is not None or _has_png_files(data_dir, cifar)
 
 
 def _missing(kind: Kind, data_dir: Path) -> str:
     cifar = CIFARS[kind]
-    return f"{kind}: not found under {data_dir} (looked for {cifar.binary.folder}/, {cifar.python.folder}/)"
+    looked = f"looked for {cifar.binary.folder}/, {cifar.python.folder}/, train/{cifar.class_names[0]}/ and so on"
+    return f"{kind}: not found under {data_dir} ({looked})"
 
 
 def _found(data_dir: Path, cifar: Cifar) -> tuple[Layout, Path] | None:
@@ -269,6 +272,34 @@ def _found(data_dir: Path, cifar: Cifar) -> tuple[Layout, Path] | None:
             if (folder / layout.train[0]).is_file():
                 return layout, folder
     return None
+
+
+def _has_png_files(data_dir: Path, cifar: Cifar) -> bool:
+    """Whether there is a folder for each class."""
+    folders = [data_dir / split / name for split in PNG_SPLITS for name in cifar.class_names]
+    return all(folder.is_dir() for folder in folders)
+
+
+def _png_source(folder: Path, cifar: Cifar) -> ArraySource:
+    """The images by class and name, which is not the official order."""
+    found = [sorted((folder / name).glob("*.png")) for name in cifar.class_names]
+    paths = [path for each in found for path in each]
+    if not paths:
+        raise DataError(f"{folder}: no PNG files in the folders of its classes")
+    images = np.empty((len(paths), SIDE, SIDE, 3), dtype=np.uint8)
+    for place, path in enumerate(paths):
+        images[place] = _pixels(path)
+    return ArraySource(images, np.repeat(np.arange(len(found)), [len(each) for each in found]), cifar.class_names)
+
+
+def _pixels(path: Path) -> PixelArray:
+    try:
+        image = open_rgb(path)
+    except UnreadableImageError as error:
+        raise DataError(f"{path}: {error}") from None
+    if image.size != (SIDE, SIDE):
+        raise DataError(f"{path}: {image.width} x {image.height} pixels, expected {SIDE} x {SIDE}")
+    return np.asarray(image)
 
 
 def _source(paths: list[Path], cifar: Cifar) -> ArraySource:

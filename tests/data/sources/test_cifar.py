@@ -6,6 +6,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from falconet.data.sources import cifar
@@ -159,8 +160,8 @@ def test_without_data_or_network_one_line_explains_what_to_put_where(tmp_path, k
         cifar.load(tmp_path, kind=kind)
     archive = {"cifar10": "cifar-10-binary.tar.gz", "cifar100": "cifar-100-binary.tar.gz"}[kind]
     folders = {
-        "cifar10": "cifar-10-batches-bin/, cifar-10-batches-py/",
-        "cifar100": "cifar-100-binary/, cifar-100-python/",
+        "cifar10": "cifar-10-batches-bin/, cifar-10-batches-py/, train/airplane/ and so on",
+        "cifar100": "cifar-100-binary/, cifar-100-python/, train/apple/ and so on",
     }
     assert str(caught.value) == (
         f"{kind}: not found under {tmp_path} (looked for {folders[kind]}) "
@@ -173,3 +174,48 @@ def test_a_mistyped_folder_is_not_created(tmp_path):
     with pytest.raises(DataError, match="cannot be reached"):
         cifar.load(tmp_path / "dta", kind="cifar10")
     assert not (tmp_path / "dta").exists()
+
+
+@pytest.fixture
+def png_files(tmp_path):
+    """CIFAR-10 as other sites offer it: a folder for each class, each image of one colour."""
+    for split, count in (("train", 2), ("test", 1)):
+        for label, name in enumerate(cifar.CIFAR10):
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (32, 32), (label, number, 7)).save(folder / f"{number:04}.png")
+    return tmp_path
+
+
+def test_cifar_is_read_from_png_files_in_folders_of_its_classes(png_files):
+    assert cifar.is_there(png_files, kind="cifar10")
+    found = cifar.load(png_files, kind="cifar10")
+    assert found.train.labels.tolist() == [label for label in range(10) for _ in range(2)]
+    assert found.train.images[:, 5, 9].tolist() == [[label, number, 7] for label in range(10) for number in range(2)]
+    assert found.validation.images.shape == (10, 32, 32, 3)
+    assert found.train.class_names == cifar.CIFAR10
+    assert found.mean == pytest.approx((0.4914, 0.4822, 0.4465))
+
+
+def test_official_files_come_before_png_files(png_files):
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        (png_files / f"{name}.bin").write_bytes(bytes(3073))
+    assert len(cifar.load(png_files, kind="cifar10").train) == 5
+
+
+def test_a_wrong_image_of_cifar_is_named(png_files):
+    wrong = png_files / "test" / "frog" / "0000.png"
+    Image.new("RGB", (33, 32)).save(wrong)
+    with pytest.raises(DataError, match=f"{wrong}: 33 x 32 pixels, expected 32 x 32"):
+        cifar.load(png_files, kind="cifar10")
+    wrong.write_bytes(b"no image")
+    with pytest.raises(DataError, match=f"{wrong}: "):
+        cifar.load(png_files, kind="cifar10")
+
+
+def test_folders_without_png_files_are_refused(png_files):
+    for path in (png_files / "test").glob("*/*.png"):
+        path.unlink()
+    with pytest.raises(DataError, match="test: no PNG files in the folders of its classes"):
+        cifar.load(png_files, kind="cifar10")
