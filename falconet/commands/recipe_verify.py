@@ -5,7 +5,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from falconet import writing
@@ -15,10 +15,10 @@ from falconet.config.evidence import Evidence, TrainedOnce, evidence_of
 from falconet.config.load import Loaded
 from falconet.config.options import Recipe
 from falconet.errors import ConfigError, Interrupted, WorldError, did_you_mean
-from falconet.exits import DONE, FAILED
+from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.report import folders
 from falconet.report.console import Say, Screen, counted
-from falconet.report.run_files import ENVIRONMENT, SUMMARY
+from falconet.report.run_files import SUMMARY
 
 TRAIN = (sys.executable, "-m", "falconet", "train")
 
@@ -28,7 +28,7 @@ def run(loaded: Loaded[RecipeVerifyOptions]) -> int:
     name = _known(asked.name)
     recorded = None if asked.record else evidence_of(name)
     if asked.record:
-        asked.record.parent.mkdir(parents=True, exist_ok=True)  # not after hours of training
+        _require_writable(asked.record)  # not after hours of training
     home = asked.runs if isinstance(asked.runs, Path) else folders.numbered(folders.home("runs"), f"recipe_{name}")
     say(f"{name}: {counted(asked.seeds, 'run')} in {home}")
     runs = tuple(_trained(asked, name, home, say))
@@ -56,6 +56,16 @@ def _known(name: str | None) -> str:
     return name
 
 
+def _require_writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writing.probe(path.parent)
+    except OSError as error:
+        raise ConfigError(f"--record: cannot write to {path}: {error.strerror or error}") from error
+    if path.is_dir():
+        raise ConfigError(f"--record: {path} is a folder, expected a file, as in {path / 'evidence.json'}")
+
+
 def _trained(asked: Recipe, name: str, home: Path, say: Say) -> Iterator[TrainedOnce]:
     """Each run in a process of its own, as a user starts it."""
     home.mkdir(parents=True, exist_ok=True)
@@ -64,18 +74,34 @@ def _trained(asked: Recipe, name: str, home: Path, say: Say) -> Iterator[Trained
         words = ["--config", name, "--seed", str(seed), "--run-dir", str(folder), "--device", asked.device]
         words += ["--data-dir", str(asked.data_dir)] if asked.data_dir else []
         began = time.monotonic()
-        try:
-            with log.open("w") as out:
-                done = subprocess.run([*TRAIN, *words], stdout=out, stderr=subprocess.STDOUT, check=False)
-        except KeyboardInterrupt:
-            raise Interrupted from None
-        if done.returncode:
+        code = _ended([*TRAIN, *words], log, say)
+        if code == INTERRUPTED:
+            say(f"stopped; what is done is in {home}, and its last lines in {log}")
+            raise Interrupted
+        if code:
             last = (log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
-            raise WorldError(f"{folder}: the run ended with exit code {done.returncode}: {last}")
+            if code == MISTAKE:
+                raise ConfigError(f"{log}: {last}")
+            raise WorldError(f"{folder}: the run ended with exit code {code}: {last}")
         trained = trained_in(folder, seed)
         took = f"{trained.seconds:.1f} s of training, {time.monotonic() - began:.0f} s in all"
         say(f"seed {seed}: {trained.accuracy:.2f} %, {took}")
         yield trained
+
+
+def _ended(words: Sequence[str], log: Path, say: Say) -> int:
+    """The exit code of a program that is waited for, also after Ctrl-C, which it hears too: it saves, then ends."""
+    with log.open("w") as out, subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT) as program:
+        is_stopped = False
+        while True:
+            try:
+                code = program.wait()
+            except KeyboardInterrupt:
+                if not is_stopped:
+                    say("stopping once the run has saved (Ctrl-C again: at once)")
+                is_stopped = True
+            else:
+                return INTERRUPTED if is_stopped else code
 
 
 def trained_in(folder: Path, seed: int) -> TrainedOnce:
@@ -90,7 +116,7 @@ def trained_in(folder: Path, seed: int) -> TrainedOnce:
 
 def evidence_in(name: str, home: Path, runs: tuple[TrainedOnce, ...]) -> Evidence:
     """`home`: holds the runs' folders, the first of which names the machine."""
-    about = json.loads((home / f"seed-{runs[0].seed}" / ENVIRONMENT).read_text())
+    about = json.loads((home / f"seed-{runs[0].seed}" / SUMMARY).read_text())["environment"]
     on_cpu = about["device"] == "CPU"
     return Evidence(
         recipe=name,

@@ -77,8 +77,16 @@ def evidence_of(recipe: str) -> Evidence:
 
 def read(path: Path) -> Evidence:
     """An evidence file of ours."""
-    content = json.loads(path.read_text())
-    return Evidence(**{**content, "runs": tuple(TrainedOnce(**run) for run in content["runs"])})
+    try:
+        content = json.loads(path.read_text())
+        found = Evidence(**{**content, "runs": tuple(TrainedOnce(**run) for run in content["runs"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path}: damaged ({error}); expected what `falconet recipe verify --record` writes"
+        ) from None
+    if not found.runs:
+        raise ConfigError(f"{path}: no runs; expected what `falconet recipe verify --record` writes")
+    return found
 
 
 @cache

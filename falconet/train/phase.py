@@ -1,7 +1,7 @@
 """A phase of a run: the state that it begins with, its updates, and what comes after the last one."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,6 +65,7 @@ class Session:
     folder: Path
     mark: str  # of its checkpoints
     sinks: run_folder.Sinks
+    environment: Mapping[str, str]  # versions and hardware
 
 
 def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
@@ -215,7 +216,7 @@ def train_phase(
     if handed:
         ending = ending.after(handed.ending)
     if world.is_first:
-        summary.write(folder, watch.log, ending)
+        summary.write(folder, watch.log, ending, session.environment)
         if built.phase.is_last:
             summary.hand_over(watch.log, ending, session.sinks.trackers)
         end = recorder.ended if built.phase.is_last else recorder.phase_ended

@@ -6,8 +6,8 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,15 @@ from falconet.train.metrics import Best
 from falconet.train.phase import Session, begin, ended_early, train_phase
 from falconet.train.plan import phases_of
 from falconet.train.processes import Launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What is known of a run before its first update."""
+
+    began: float  # seconds since 1970
+    environment: Mapping[str, str]  # versions and hardware
+    graph: Any  # of the model, for trackers; None: they do not take one
 
 
 def carry_out(launch: Launch) -> int:
@@ -93,18 +102,19 @@ def _carried_out(launch: Launch) -> int:
 
         bad = built[0].images.check.lines()
         layers, graph = _layers(built[0]), _graph(built[0])
+        start = Start(began=began, environment=record.environment_of(world, threads=site.threads), graph=graph)
 
         def open_folder() -> Path:
             folder = _open_folder(launch, plan, held, bad)
             if options.logging.report:
                 with record.warned(screen.line):
-                    record.write_facts(folder, layers, record.environment_of(world, threads=site.threads))
+                    record.write_facts(folder, layers, start.environment)
             if finding:
                 finding.write(folder)
                 screen.line(f"the loss at each learning rate: {folder / lr_finder.PLOT}")
             return folder
 
-        return _run_phases(built, open_folder, began=began, graph=graph)
+        return _run_phases(built, open_folder, start)
 
 
 def _with_rate(launch: Launch, site: build.Site) -> tuple[Launch, Finding | None]:
@@ -139,11 +149,8 @@ def _graph(built: BuiltPhase) -> Any:
     return graph_of(built.placement.whole, image_size=size, say=built.site.screen.line)
 
 
-def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, began: float, graph: Any = None) -> int:
-    """Train every phase; one that is done leaves `phases`, which frees its memory on the device.
-
-    `graph`: of the model, for trackers.
-    """
+def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], start: Start) -> int:
+    """Train every phase; one that is done leaves `phases`, which frees its memory on the device."""
     first = phases[0]
     launch, site, options = first.launch, first.site, first.launch.loaded.options
     state = begin(first)
@@ -166,11 +173,11 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], *, b
         run_folder.EndRecorded(folder if site.world.is_first else None),
         run_folder.full_disk_explained(folder, saved),
         run_folder.memory_explained(saved),
-        contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=began, mark=mark)) as sinks,
+        contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=start.began, mark=mark)) as sinks,
     ):
-        for each in sinks.trackers if graph is not None else ():
-            each.write_graph(graph)
-        session = Session(folder=folder, mark=mark, sinks=sinks)
+        for each in sinks.trackers if start.graph is not None else ():
+            each.write_graph(start.graph)
+        session = Session(folder=folder, mark=mark, sinks=sinks, environment=start.environment)
         handed = train_phase(phases.popleft(), state, session)
         del first
         while phases:

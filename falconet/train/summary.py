@@ -49,7 +49,7 @@ class Ending:
         )
 
 
-def write(folder: Path, log: Log, ending: Ending) -> None:
+def write(folder: Path, log: Log, ending: Ending, environment: Mapping[str, str]) -> None:
     """summary.json."""
     rate, measured = ending.rate, log.output.measurements
     best = measured.best
@@ -70,6 +70,7 @@ def write(folder: Path, log: Log, ending: Ending) -> None:
         "metrics": measured.latest,
         "best": {f"validation_{ending.metric.name}": best.accuracy, "update": best.update} if best else None,
         "checkpoints": str(ending.checkpoints),
+        "environment": dict(environment),
     }
     writing.replace(folder, SUMMARY, json.dumps(summary, indent=1) + "\n")
 

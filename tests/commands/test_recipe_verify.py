@@ -10,6 +10,7 @@ import pytest
 from falconet.commands import recipe_verify
 from falconet.config import evidence, recipes
 from falconet.config.evidence import Evidence, TrainedOnce
+from falconet.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 # In the place of `falconet train`: writes what a run would, with accuracies from a file.
@@ -20,13 +21,13 @@ accuracy = json.loads(pathlib.Path("accuracies.json").read_text())[int(words["--
 if accuracy is None:
     sys.exit("out of luck")
 folder = pathlib.Path(words["--run-dir"])
-(folder / "report").mkdir(parents=True)
+folder.mkdir(parents=True)
 images = 360.0 if accuracy < 100 else 240.0
 metrics = {} if accuracy < 0 else {"validation/accuracy": accuracy, "validation/images": images}
-(folder / "summary.json").write_text(json.dumps({"training_seconds": 1.5, "metrics": metrics}))
 about = {"device": "CPU", "processor": "a chip, 2 cores", "Falconet": "0.1", "PyTorch": "2.11"}
 about["started"] = "2026-11-18 04:05:06 UTC"
-(folder / "report" / "environment.json").write_text(json.dumps(about))
+summary = {"training_seconds": 1.5, "metrics": metrics, "environment": about}
+(folder / "summary.json").write_text(json.dumps(summary))
 (folder / "words.json").write_text(json.dumps(words))
 """
 
@@ -110,6 +111,56 @@ def test_a_mistake_is_one_line(falconet, trainer, words, message):
     answer = falconet(f"recipe verify {words}")
     assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert message in answer.err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "damaged"), ("[]", "damaged"), ('{"recipe": "digits"}', "damaged"), ("no runs", "no runs")],
+)
+def test_damaged_evidence_is_named(content, message, tmp_path):
+    path = tmp_path / "digits.json"
+    path.write_text(made().to_json() if content == "no runs" else content)
+    with pytest.raises(ConfigError, match=message) as found:
+        evidence.read(path)
+    assert str(found.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [("trainer.py/found.json", "cannot write to trainer.py/found.json: "), (".", ". is a folder, expected a file")],
+)
+def test_a_record_that_cannot_be_written_is_refused_before_the_first_run(falconet, trainer, record, message):
+    answer = falconet(f"recipe verify digits --record {record} --runs again")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert f"--record: {message}" in answer.err
+    assert not Path("again").exists()
+
+
+def test_a_mistake_that_a_run_finds_is_a_mistake_here(falconet, trainer, monkeypatch):
+    monkeypatch.setattr(recipe_verify, "TRAIN", (sys.executable, "-c", "import sys; print('no data'); sys.exit(2)"))
+    answer = falconet("recipe verify digits --runs r")
+    assert answer.code == 2
+    assert answer.err.endswith("r/seed-0.log: no data\n")
+
+
+SAVING = """
+import os, signal, time
+stopped = []
+signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
+os.kill(os.getppid(), signal.SIGINT)
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(1.5)
+print("saved" if stopped else "not stopped")
+"""
+
+
+def test_an_interruption_waits_for_the_run_to_save(falconet, trainer, monkeypatch):
+    Path("trainer.py").write_text(SAVING)
+    answer = falconet("recipe verify digits --runs r --seeds 2")
+    assert answer.code == 130
+    assert "stopping once the run has saved" in answer.out
+    assert Path("r/seed-0.log").read_text() == "saved\n"
+    assert not Path("r/seed-1.log").exists()
 
 
 def test_a_run_that_fails_is_named_with_its_last_line(falconet, trainer):
