@@ -3,7 +3,8 @@
     python bench/averaging.py --output averaging.json -- --config cifar10-resnet20 --data-dir DIR --epoch 40
     python bench/averaging.py --show docs/evidence/averaging.json       the table, for docs/using/recipes.md
 
-What follows `--` goes to `falconet train`, with --ema-half-life 2 and a checkpoint after every epoch. Each average is
+What follows `--` goes to `falconet train`, with --ema-half-life 2 and a checkpoint after every epoch. The run is kept
+if --run names a folder; the same line again goes on with what is neither there nor in --output. Each average is
 validated twice: with the mean of batch norm's statistics, and with statistics that are estimated again from training
 images. The best checkpoint is chosen by the images that it is measured with, so its accuracy is too high.
 """
@@ -35,12 +36,12 @@ _ACCURACY = re.compile(r"^accuracy of the average: ([\d.]+)%", re.M)
 
 
 def trained(words: list[str], run: Path) -> Iterator[tuple[str, list[float | None]]]:
-    """The accuracies that the run itself measures."""
+    """The accuracies that the run itself measures; one that is there is not made again."""
     saved = ["--checkpoint-save-freq", "1", "--checkpoints-kept", "all"]  # else only the newest three are there
-    falconet(
-        ["train", *words, "--ema-half-life", "2", *saved, "--no-report", "--run-dir", str(run)], run.with_name("log")
-    )
-    give_memory_back()
+    if not (run / "summary.json").exists():
+        line = ["train", *words, "--ema-half-life", "2", *saved, "--no-report", "--run-dir", str(run)]
+        falconet(line, run.with_suffix(".log"))
+        give_memory_back()
     rows = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     found = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
     moving = [row["validation_ema/accuracy"] for row in rows if "validation_ema/accuracy" in row]
@@ -51,7 +52,7 @@ def trained(words: list[str], run: Path) -> Iterator[tuple[str, list[float | Non
 
 def averaged(words: str, run: Path) -> float:
     """The accuracy of one average, in percent."""
-    log = run.with_name("log")
+    log = run.with_suffix(".log")
     with tempfile.TemporaryDirectory() as folder:
         line = f"average {run} {words} --validate --checkpoint-output-path {folder}/average"
         falconet(line.split(), log)
@@ -74,18 +75,22 @@ def main() -> None:
     here, further = divided(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON, written after each average")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="of the run, which is kept (default: it is not)")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file; trains nothing")
     args = parser.parse_args(here)
     if args.show:
         print("\n".join(table(json.loads(args.show.read_text())["accuracies"])))
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    rows: dict[str, list[float | None]] = {}
     about: dict[str, Any] = {
         "command": f"falconet train {shlex.join(further)}",
         "device": device,
         "torch": version("torch"),
     }
+    stored = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
+    if stored and {name: stored.get(name) for name in about} != about:
+        parser.error(f"{args.output} is of another command, device or version: {stored.get('command')}")
+    rows: dict[str, list[float | None]] = stored.get("accuracies", {})
 
     def keep(name: str, cells: list[float | None]) -> None:
         rows[name] = cells
@@ -94,10 +99,12 @@ def main() -> None:
             args.output.write_text(json.dumps(about | {"accuracies": rows}, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
+        run = args.run or Path(folder) / "run"
         for name, cells in trained(further, run):
             keep(name, cells)
         for name, words in AVERAGES.items():
+            if name in rows:
+                continue
             again = averaged(f"{words} --batchnorm-images {ESTIMATED}", run)
             keep(name, [averaged(words, run), again])
     print("\n".join(table(rows)))

@@ -14,7 +14,6 @@ this call only; --output keeps each with its options.
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import sys
@@ -29,7 +28,7 @@ from pathlib import Path
 from falconet import __version__
 from falconet.data import native
 from falconet.data.packing import Recipe, prepared
-from runs import falconet, train
+from runs import add_row, falconet, rows_in, train
 
 ENDINGS = {".jpg", ".jpeg"}
 CLASSES = 1000
@@ -99,15 +98,14 @@ def compare(model: str, args: argparse.Namespace, home: Path, outputs: Sequence[
             print(f"{model:24} round {number + 1}  {kind:12} {words}", flush=True)
             entry = {"model": model, "kind": kind, "images_per_second": rate, "waited_percent": speed.waited}
             for output in outputs:
-                with output.open("a") as file:
-                    file.write(json.dumps(entry | about) + "\n")
+                add_row(output, entry | about)
     sys.exit(failed)
 
 
 def table(path: Path) -> Iterator[str]:
     """Markdown: the medians and their ratio to synthetic data's."""
     rates: dict[str, dict[str, list[float]]] = {}
-    for run in map(json.loads, path.read_text().splitlines()):
+    for run in rows_in(path):
         rates.setdefault(run["model"], {}).setdefault(run["kind"], []).append(run["images_per_second"])
     kinds = [kind for kind in (SYNTHETIC, *KINDS) if any(kind in found for found in rates.values())]
     yield f"| model and batch | {' | '.join(kind.replace('-', ', ') for kind in kinds)} |"

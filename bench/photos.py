@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from runs import add_row
+
 ULTRALYTICS_START = 15.0  # seconds until its first update, which its limit leaves out
 POLLED = 0.1  # seconds between looks at a tool's results
 
@@ -158,8 +160,7 @@ def main() -> None:
         timed = tool.epochs is not None and tool.name.lower() not in known
         results += [run(tool, epochs_in(tool, arguments.seconds) if timed else known.get(tool.name.lower()))]
         if arguments.output:
-            with arguments.output.open("a") as file:
-                file.write(json.dumps({"photos": str(photos), **vars(results[-1])}) + "\n")
+            add_row(arguments.output, {"photos": str(photos), **vars(results[-1])})
     print(f"{'tool':<14}{'epochs':>7}{'first':>9}{'seconds':>9}{'last':>9}{'best':>9}")
     for done in results:
         numbers = f"{done.epochs:>7}{done.times[0]:>9.1f}{done.seconds:>9.1f}{done.last:>8.2f}%{done.best:>8.2f}%"

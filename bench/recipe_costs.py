@@ -10,7 +10,6 @@ simulate_scaling.py.
 """
 
 import argparse
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +19,7 @@ from pathlib import Path
 from falconet.config import recipes
 from falconet.config.commands import TrainOptions
 from falconet.config.load import load_options, read_line
+from runs import add_row, rows_in, train
 from simulate_scaling import BACKWARD, GRADIENT_BYTES, Link, exposed
 
 IMAGES = 1_281_167  # of ImageNet's training set
@@ -114,8 +114,6 @@ def measure(keys: Mapping[Key, Recipe], output: Path, *, device: str, updates: i
     """Add the speed of each to the file, as it comes; what is in it already is not measured again."""
     import torch
 
-    from runs import train
-
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     known = rates(output)
     for (network, size), recipe in keys.items():
@@ -130,15 +128,11 @@ def measure(keys: Mapping[Key, Recipe], output: Path, *, device: str, updates: i
         print(f"{speed.images_per_second:10,.1f} images/s, micro-batch {size}: {network}", flush=True)
         about = {"device": name, "torch": version("torch"), "command": f"falconet train {line}"}
         row = {"network": network, "micro_batch": size, "images_per_second": round(speed.images_per_second, 1)}
-        with output.open("a") as file:
-            file.write(json.dumps(row | {"memory_gib": round(speed.memory, 2)} | about) + "\n")
+        add_row(output, row | {"memory_gib": round(speed.memory, 2)} | about)
 
 
 def rates(path: Path) -> dict[Key, float]:
-    if not path.exists():
-        return {}
-    rows = map(json.loads, path.read_text().splitlines())
-    return {(row["network"], row["micro_batch"]): row["images_per_second"] for row in rows}
+    return {(row["network"], row["micro_batch"]): row["images_per_second"] for row in rows_in(path)}
 
 
 def table(found: Sequence[Recipe], measured: Mapping[Key, float]) -> Iterator[str]:

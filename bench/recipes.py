@@ -5,8 +5,8 @@
     python bench/recipes.py --show docs/evidence/recipes.jsonl [--plot docs/img/recipes.png] [--evidence FOLDER]
 
 The same runs as those of `falconet recipe verify NAME`, without a start of Python for each. Every run is written as it
-ends, with its validations; no run is begun after --minutes. --evidence writes what `falconet configs --evidence` shows,
-one file per recipe.
+ends, with its validations; no run is begun after --minutes. The same line again makes those that are not in the file.
+--evidence writes what `falconet configs --evidence` shows, one file per recipe.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from typing import Any
 
 from falconet.commands.recipe_verify import evidence_in, trained_in
 from falconet.config.evidence import Evidence, TrainedOnce
-from runs import divided, falconet, give_memory_back
+from falconet.config.recipes import all_configs
+from runs import add_row, divided, falconet, give_memory_back, rows_in
 
 FAMILIES = {"cifar": "CIFAR", "imagenette": "Imagenette"}  # of a plot, by how names begin
 Row = dict[str, Any]  # of one run
@@ -67,8 +68,7 @@ def curve(run: Path) -> list[list[float]]:
 
 def rows_of(path: Path) -> dict[str, list[Row]]:
     """The runs in a file, by recipe; those with further options are apart, by its name and them."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    by_name = sorted(rows, key=lambda row: (_named(row), row["seed"]))
+    by_name = sorted(rows_in(path), key=lambda row: (_named(row), row["seed"]))
     return {name: list(group) for name, group in groupby(by_name, key=_named)}
 
 
@@ -120,9 +120,17 @@ def plot(found: dict[str, list[Row]], path: Path) -> None:
         mine = {name: rows for name, rows in found.items() if name.startswith(family)}
         for number, (name, rows) in enumerate(mine.items()):
             for each, row in enumerate(rows):
-                epochs, *scores = zip(*row["curve"], strict=True)
-                for scored, line, label in zip(scores, ("-", "--"), (name, f"{name}, moving average"), strict=False):
-                    axes.plot(epochs, scored, line, color=f"C{number}", alpha=0.8, label=None if each else label)
+                for column, style, label in ((1, "-", name), (2, "--", f"{name}, moving average")):
+                    points = [(point[0], point[column]) for point in row["curve"] if len(point) > column]
+                    if points:  # a phase may have no moving average
+                        style = style if len(points) > 1 else "o"
+                        axes.plot(
+                            *zip(*points, strict=True),
+                            style,
+                            color=f"C{number}",
+                            alpha=0.8,
+                            label=None if each else label,
+                        )
         axes.set(title=FAMILIES[family], xlabel="epoch", ylabel="validation accuracy, %")
         axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))  # below, where no curve is
         axes.grid(alpha=0.3)
@@ -145,6 +153,8 @@ def main() -> None:
     if args.show:
         found = rows_of(args.show)
         print("\n".join(table(found)))
+        if args.evidence:
+            args.evidence.mkdir(parents=True, exist_ok=True)
         for name, rows in found.items() if args.evidence else ():
             if name == rows[0]["recipe"]:  # with its own options alone
                 (args.evidence / f"{name}.json").write_text(evidence_of(name, rows).to_json())
@@ -153,9 +163,16 @@ def main() -> None:
         return
     if not (args.names and args.data_dir and args.output):
         parser.error("expected names of configs, --data-dir and --output, or --show")
+    unknown = [name for name in args.names if name not in all_configs()]
+    if unknown or args.seeds < 1:
+        parser.error(f"not a named config: {', '.join(unknown)}" if unknown else "expected one seed or more")
     until = time.monotonic() + 60 * args.minutes
+    done = {(_named(row), row["seed"]) for row in rows_in(args.output)}
     for name in args.names:  # one recipe after the other, so that what is there at the end is whole
         for seed in range(args.first_seed, args.first_seed + args.seeds):
+            if (shlex.join([name, *further]), seed) in done:
+                print(f"{name}, seed {seed}: is in {args.output}", flush=True)
+                continue
             if time.monotonic() > until:
                 print(f"{name}, seed {seed}: no time is left", flush=True)
                 return
@@ -169,8 +186,7 @@ def main() -> None:
                 f" {row['whole']} s in all",
                 flush=True,
             )
-            with args.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            add_row(args.output, row)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,28 @@
 """Measure accuracy, memory and speed of the precision regimes: ResNet-20 on CIFAR-10, then ResNet-50 on synthetic data.
 
-    python3 bench/regimes.py --data-dir DIR --output regimes.json [--seeds 3] [--parts full low speed]
+    python3 bench/regimes.py --data-dir DIR --output regimes.json [--seeds 3] [--parts full low speed] [--again]
+        [-- OPTIONS OF FALCONET TRAIN, such as --device cpu --dataset-percentage 2]
     python3 bench/regimes.py --show docs/evidence/regimes.json --plot docs/img/regimes.png  for docs/knowing/numerics.md
 
 `full` trains at an ordinary learning rate, `low` at a fortieth of it, where updates are often smaller than half the
-distance between two numbers. All runs are made one after the other in this process; the file is written after each,
-and keeps what it has of other parts.
+distance between two numbers. All runs are made one after the other in this process. The file is written after each;
+what it has already is not measured again, unless --again forgets the parts that are asked for.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from runs import falconet, give_memory_back, train
+from runs import divided, falconet, give_memory_back, train
 
 REGIMES = {
     "32.32": "--precision 32.32",
@@ -38,6 +41,10 @@ FULL = "--epoch 40 --lr 0.4 --warmup-epoch 2 --validation-frequency 4"
 LOW = "--epoch 10 --lr 0.01 --warmup-epoch 1 --validation-frequency 1"
 SPEED = "--data synthetic --model resnet50 --micro-batch-size 256 --iterations 40"
 PARTS = ("full", "low", "speed")
+WHAT = (
+    "full, low: resnet20-cifar on CIFAR-10, batch 512, [epoch, validation accuracy %]; speed: ResNet-50, batch 256,"
+    " [images/s, peak GiB]"
+)
 
 Curve = list[list[float]]  # [epoch, validation accuracy in percent] of each validation
 
@@ -58,28 +65,34 @@ def curve(line: str) -> Curve:
         return found
 
 
-def measured(parts: list[str], *, data_dir: str, seeds: int) -> Iterator[tuple[str, str, Any]]:
-    """The part, the regime, and a curve or a speed."""
-    recipe = f"{RECIPE} --data-dir {data_dir}"
-    for seed in range(seeds if "full" in parts else 0):
-        for name, regime in REGIMES.items():
-            yield "full", name, curve(f"{recipe} {FULL} {regime} --seed {seed}")
-    for name, regime in REGIMES.items() if "low" in parts else ():
-        yield "low", name, curve(f"{recipe} {LOW} {regime}")
-    for name, regime in REGIMES.items() if "speed" in parts else ():
-        speed = train(f"{SPEED} {regime}")
-        yield "speed", name, [round(speed.images_per_second, 1), round(speed.memory, 2)]
+Found = dict[str, dict[str, list[Any]]]  # by part and regime: a curve, or images per second and GiB, for each seed
 
 
-def tables(found: dict[str, Any]) -> Iterator[str]:
+def missing(found: Found, parts: Sequence[str], *, seeds: int) -> Iterator[tuple[str, str, int]]:
+    """Part, regime and seed of each run that has not been made; all regimes with a seed before the next one."""
+    for part in parts:
+        for seed in range(seeds if part == "full" else 1):
+            yield from ((part, name, seed) for name in REGIMES if len(found[part].get(name, [])) <= seed)
+
+
+def measured(part: str, name: str, *, data_dir: str, seed: int, further: str) -> Any:
+    """One run."""
+    if part == "speed":
+        speed = train(f"{SPEED} {REGIMES[name]} {further}")
+        return [round(speed.images_per_second, 1), round(speed.memory, 2)]
+    length = FULL if part == "full" else LOW
+    return curve(f"{RECIPE} --data-dir {data_dir} {length} {REGIMES[name]} --seed {seed} {further}")
+
+
+def tables(found: Found) -> Iterator[str]:
     """Markdown."""
     yield "| regime | accuracy, % (mean, standard deviation) | at a fortieth of the learning rate, % |"
     yield "|---|---|---|"
-    for name in found["full"]:
-        last = [run[-1][1] for run in found["full"][name]]
-        spread = f", {statistics.stdev(last):.2f}" if len(last) > 1 else ""
-        low = [f"{run[-1][1]:.2f}" for run in found["low"].get(name, [])]
-        yield f"| {name} | {statistics.mean(last):.2f}{spread} | {', '.join(low)} |"
+    for name in REGIMES:
+        full, low = ([run[-1][1] for run in found[part].get(name, [])] for part in ("full", "low"))
+        spread = f", {statistics.stdev(full):.2f}" if len(full) > 1 else ""
+        mean = f"{statistics.mean(full):.2f}{spread}" if full else ""
+        yield f"| {name} | {mean} | {', '.join(f'{each:.2f}' for each in low)} |"
     yield ""
     yield "| regime | images/s | peak memory, GiB |"
     yield "|---|---|---|"
@@ -114,14 +127,16 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
+    here, further = divided(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--again", action="store_true", help="forget what the file has of these parts")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of such a file; measures nothing")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="with --show: draw the accuracies, too")
-    args = parser.parse_args()
+    args = parser.parse_args(here)
     if args.show:
         stored = json.loads(args.show.read_text())
         print("\n".join(tables(stored)))
@@ -130,21 +145,26 @@ def main() -> None:
         return
     if not (args.data_dir and args.output):
         parser.error("expected --data-dir and --output, or --show")
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    if not (torch.cuda.is_available() or "--device" in further):
+        parser.error("no GPU here; -- --device cpu measures on the CPU, which takes days without further options")
     stored = json.loads(args.output.read_text()) if args.output.exists() else {}
-    what = f"{', '.join(args.parts)}: resnet20-cifar on CIFAR-10, batch 512, {name}, torch {version('torch')}; "
-    what += "[epoch, validation accuracy %]; speed: ResNet-50, batch 256, [images/s, peak GiB]"
-    if {*stored} - {"what", *args.parts}:  # of other measurements, which stay
-        what = f"{what}; before: {stored.get('what', '')}"
-    found: dict[str, Any] = {
-        **{part: {} for part in PARTS},
-        **stored,
-        "what": what,
-        **{part: {} for part in args.parts},
-    }
-    for part, regime, result in measured(args.parts, data_dir=args.data_dir, seeds=args.seeds):
+    found: dict[str, Any] = {"what": WHAT, "measured": {}, **{part: {} for part in PARTS}, **stored}
+    for part in args.parts if args.again else ():
+        found[part] = {}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    failed = set[tuple[str, str]]()
+    for part, regime, seed in [*missing(found, args.parts, seeds=args.seeds)]:
+        if (part, regime) in failed:
+            continue  # the runs in the file are those of the first seeds
+        try:
+            result = measured(part, regime, data_dir=args.data_dir, seed=seed, further=" ".join(further))
+        except RuntimeError as error:
+            print(f"{part} {regime}, seed {seed}: left out: {error}", flush=True)
+            failed.add((part, regime))
+            continue
         print(part, regime, result[-1] if part != "speed" else result, flush=True)
         found[part].setdefault(regime, []).append(result)
+        found["measured"][part] = " ".join([f"{device}, torch {version('torch')}, {date.today()}", *further])
         args.output.write_text(json.dumps(found) + "\n")
     print("\n".join(tables(found)))
 

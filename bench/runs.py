@@ -9,10 +9,11 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PARTS = 4  # log points of a run; the first one is warm-up
 
@@ -40,6 +41,22 @@ def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words of a script's line before and after `--`: its own options, and those of `falconet train`."""
     at = words.index("--") if "--" in words else len(words)
     return list(words[:at]), list(words[at + 1 :])
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, but for a last one that was cut short; none if there is no such file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def add_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to such a file, in the place of a last one that was cut short."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(row).encode() + b"\n")
 
 
 def train(options: str) -> Speed:

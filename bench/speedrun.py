@@ -31,7 +31,7 @@ from falconet.data.preprocessing import normaliser
 from falconet.data.sources import cifar
 from falconet.models import zoo
 from falconet.models.speednet import WHITENED_FROM, SpeedNet
-from runs import divided, falconet
+from runs import add_row, divided, falconet
 
 
 class Measured(NamedTuple):
@@ -129,8 +129,7 @@ def collect(runs: Iterator[Measured], *, until: float, output: Path | None) -> l
             parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in each.parts.items())
             print(f"{each.who} {name}: {each.accuracy:.2f} % in {each.seconds:.3f} s  {parts}".rstrip(), flush=True)
             if output:
-                with output.open("a") as file:
-                    file.write(json.dumps(each._asdict()) + "\n")
+                add_row(output, each._asdict())
             if each.number >= 0:
                 found.append(each)
             if begun + 1.5 * took > until:
