@@ -1,6 +1,6 @@
 """Compare averages of one run's weights: last, best, moving average, mean and exponential averages of checkpoints.
 
-    python bench/averaging.py --output averaging.json -- --config cifar10-resnet20 --data-dir DIR --epoch 40
+    python bench/averaging.py --data-dir DIR --output averaging.json -- --config cifar10-resnet20 --epoch 40
     python bench/averaging.py --show docs/evidence/averaging.json       the table, for docs/using/recipes.md
 
 What follows `--` goes to `falconet train`, with --ema-half-life 2 and a checkpoint after every epoch. The run is kept
@@ -74,6 +74,7 @@ def table(rows: dict[str, list[float | None]]) -> Iterator[str]:
 def main() -> None:
     here, further = divided(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", help="as of falconet train; not a part of the record")
     parser.add_argument("--output", type=Path, help="JSON, written after each average")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="of the run, which is kept (default: it is not)")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file; trains nothing")
@@ -100,7 +101,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         run = args.run or Path(folder) / "run"
-        for name, cells in trained(further, run):
+        for name, cells in trained([*further, *(["--data-dir", args.data_dir] if args.data_dir else [])], run):
             keep(name, cells)
         for name, words in AVERAGES.items():
             if name in rows:
