@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from falconet.checkpoint import format
+from falconet.report.throughput import Reading
 from falconet.train.evaluate import Validation
 from falconet.train.log import Log
 from tiny import TINY
@@ -86,7 +87,7 @@ def test_step_and_total_time_continue(falconet, monkeypatch):
 def one_second_more(watch):
     """A clock on which every reading takes a second of training."""
     watch.seconds += 1.0
-    return watch.seconds, 0.0
+    return Reading(watch.seconds, waiting=0.0, moment=0.0)
 
 
 def test_popart_counts_its_steps_on(falconet):
