@@ -4,7 +4,8 @@
     python bench/averaging.py --show docs/evidence/averaging.json       the table, for docs/using/recipes.md
 
 What follows `--` goes to `falconet train`, with --ema-half-life 2 and a checkpoint after every epoch. The run is kept
-if --run names a folder; the same line again goes on with what is neither there nor in --output. Each average is
+if --run names a folder; the same line again goes on with what is neither there nor in --output. Otherwise the same line
+begins anew. Each average is
 validated twice: with the mean of batch norm's statistics, and with statistics that are estimated again from training
 images. The best checkpoint is chosen by the images that it is measured with, so its accuracy is too high.
 """
@@ -18,7 +19,6 @@ import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,7 +39,7 @@ def trained(words: list[str], run: Path) -> Iterator[tuple[str, list[float | Non
     """The accuracies that the run itself measures; one that is there is not made again."""
     saved = ["--checkpoint-save-freq", "1", "--checkpoints-kept", "all"]  # else only the newest three are there
     if not (run / "summary.json").exists():
-        line = ["train", *words, "--ema-half-life", "2", *saved, "--no-report", "--run-dir", str(run)]
+        line = ["train", *words, "--ema-half-life", "2", *saved, "--no-report", "--run-dir", str(run), "--resume"]
         falconet(line, run.with_suffix(".log"))
         give_memory_back()
     rows = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
@@ -83,14 +83,15 @@ def main() -> None:
         print("\n".join(table(json.loads(args.show.read_text())["accuracies"])))
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    about: dict[str, Any] = {
+    about = {
         "command": f"falconet train {shlex.join(further)}",
         "device": device,
         "torch": version("torch"),
     }
-    stored = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
-    if stored and {name: stored.get(name) for name in about} != about:
-        parser.error(f"{args.output} is of another command, device or version: {stored.get('command')}")
+    stored = json.loads(args.output.read_text()) if args.run and args.output and args.output.exists() else {}
+    before = {name: stored.get(name) for name in about}
+    if stored and before != about:
+        parser.error(f"{args.output} is of {', '.join(map(str, before.values()))}; this is {', '.join(about.values())}")
     rows: dict[str, list[float | None]] = stored.get("accuracies", {})
 
     def keep(name: str, cells: list[float | None]) -> None:

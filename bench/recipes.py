@@ -5,7 +5,8 @@
     python bench/recipes.py --show docs/evidence/recipes.jsonl [--plot docs/img/recipes.png] [--evidence FOLDER]
 
 The same runs as those of `falconet recipe verify NAME`, without a start of Python for each. Every run is written as it
-ends, with its validations; no run is begun after --minutes. The same line again makes those that are not in the file.
+ends, with its validations; no run is begun after --minutes. The same line again makes those that are not in the file;
+with --again, all of them. Of several runs of a seed the last counts.
 --evidence writes what `falconet configs --evidence` shows, one file per recipe.
 """
 
@@ -68,7 +69,8 @@ def curve(run: Path) -> list[list[float]]:
 
 def rows_of(path: Path) -> dict[str, list[Row]]:
     """The runs in a file, by recipe; those with further options are apart, by its name and them."""
-    by_name = sorted(rows_in(path), key=lambda row: (_named(row), row["seed"]))
+    last = {(_named(row), row["seed"]): row for row in rows_in(path)}
+    by_name = [last[key] for key in sorted(last)]
     return {name: list(group) for name, group in groupby(by_name, key=_named)}
 
 
@@ -146,6 +148,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--output", type=Path, help="JSON lines, one per run")
+    parser.add_argument("--again", action="store_true", help="also make runs that the file has")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file; trains nothing")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="with --show: draw the validations, too")
     parser.add_argument("--evidence", type=Path, metavar="FOLDER", help="with --show: write a file per recipe, too")
@@ -167,7 +170,7 @@ def main() -> None:
     if unknown or args.seeds < 1:
         parser.error(f"not a named config: {', '.join(unknown)}" if unknown else "expected one seed or more")
     until = time.monotonic() + 60 * args.minutes
-    done = {(_named(row), row["seed"]) for row in rows_in(args.output)}
+    done = set() if args.again else {(_named(row), row["seed"]) for row in rows_in(args.output)}
     for name in args.names:  # one recipe after the other, so that what is there at the end is whole
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             if (shlex.join([name, *further]), seed) in done:

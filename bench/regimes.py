@@ -6,7 +6,8 @@
 
 `full` trains at an ordinary learning rate, `low` at a fortieth of it, where updates are often smaller than half the
 distance between two numbers. All runs are made one after the other in this process. The file is written after each;
-what it has already is not measured again, unless --again forgets the parts that are asked for.
+what it has already is not measured again, unless --again forgets the parts that are asked for. Runs of another device,
+version of torch or other options are not added to a part.
 """
 
 import argparse
@@ -151,7 +152,12 @@ def main() -> None:
     found: dict[str, Any] = {"what": WHAT, "measured": {}, **{part: {} for part in PARTS}, **stored}
     for part in args.parts if args.again else ():
         found[part] = {}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    on_gpu = torch.cuda.is_available() and "cpu" not in further
+    label = " ".join([f"{torch.cuda.get_device_name() if on_gpu else 'CPU'}, torch {version('torch')}", *further])
+    for part in args.parts:
+        before = found["measured"].get(part, {}).get("on")
+        if found[part] and before != label:
+            parser.error(f"{args.output}: {part} is of {before}; this is {label}: --again, or another file")
     failed = set[tuple[str, str]]()
     for part, regime, seed in [*missing(found, args.parts, seeds=args.seeds)]:
         if (part, regime) in failed:
@@ -164,9 +170,10 @@ def main() -> None:
             continue
         print(part, regime, result[-1] if part != "speed" else result, flush=True)
         found[part].setdefault(regime, []).append(result)
-        found["measured"][part] = " ".join([f"{device}, torch {version('torch')}, {date.today()}", *further])
+        found["measured"][part] = {"on": label, "date": str(date.today())}
         args.output.write_text(json.dumps(found) + "\n")
     print("\n".join(tables(found)))
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,12 @@ class Speed:
 def falconet(words: Sequence[str], log: Path) -> None:
     """One command of the product; what it prints goes to the log. RuntimeError if it fails."""
     from falconet import cli
+    from falconet.exits import INTERRUPTED
 
     with _printing_to(log):
         code = cli.main(list(words))
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
     if code:
         raise RuntimeError(f"falconet {' '.join(words)}\n{log.read_text(errors='replace')[-2500:]}")
 

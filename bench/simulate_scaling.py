@@ -14,7 +14,7 @@ BATCH = 512  # images in a micro-batch
 PARAMETERS = 25_557_032  # of ResNet-50
 IMAGES_PER_SECOND = {"16.16": 10_580.0, "16.32": 9_854.0}  # on one H200, docs/knowing/results.md
 GRADIENT_BYTES = {"16.16": 2, "16.32": 4, "32.32": 4}  # per parameter as sent; the same for weights
-ACTIVATION_BYTES = {"16.16": 2, "16.32": 2, "32.32": 4}  # per value sent between two stages
+ACTIVATION_BYTES = {"16.16": 2, "16.32": 2}  # per value sent between two stages
 BACKWARD = 2 / 3  # of a micro-batch's time
 NODE = 8  # GPUs with NVLink between them
 NVLINK, INFINIBAND = 450e9, 50e9  # bytes per second out of one GPU, each way
@@ -22,9 +22,8 @@ NVLINK_LATENCY, INFINIBAND_LATENCY = 2e-6, 5e-6  # seconds per message
 BUCKET = 25e6  # bytes; --bucket-size
 STAGES, MICRO_BATCHES = 4, 16  # of the pipeline, within a node
 BOUNDARY = 1024 * 14 * 14  # values per image between two stages; layer3 of ResNet-50
-RECOMPUTED = (
-    0.38  # of a micro-batch's time: its forward pass again, as pipelines do by default; docs/knowing/results.md
-)
+# Of a micro-batch's time: its forward pass again, as pipelines do by default; docs/knowing/results.md.
+RECOMPUTED = 0.38
 
 
 @dataclass(frozen=True)

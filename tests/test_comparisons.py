@@ -82,6 +82,7 @@ def test_recipes_are_not_trained_twice_and_drawn_whatever_their_phases_measured(
     again = script(RECIPES.format(words=[*line, "2"]))
     assert f"cifar10-resnet20, seed 0: is in {path}" in again.stdout
     assert seeds_trained(again) == [1]
+    assert seeds_trained(script(RECIPES.format(words=[*line, "1", "--again"]))) == [0]
     assert seeds_trained(script(RECIPES.format(words=[*line, "1", "--", "--epoch", "3"]))) == [0]
     shown = script(RECIPES.format(words=["--show", str(path), "--plot", str(picture)]))
     assert shown.returncode == 0, shown.stderr
@@ -103,7 +104,7 @@ import averaging
 averaging.trained = lambda words, run: iter([("last", [90.0, None])])
 averaging.averaged = lambda words, run: print("averaging", words) or 91.0
 averaging.AVERAGES = {{"one": "--one", "two": "--two"}}
-sys.argv = ["averaging.py", "--output", {path!r}, "--", *{words!r}]
+sys.argv = ["averaging.py", "--output", {path!r}, "--run", {path!r} + ".run", "--", *{words!r}]
 averaging.main()
 """
 
@@ -120,7 +121,7 @@ def test_averages_that_were_measured_are_kept(tmp_path):
     assert "| two | 91.00 | 91.00 |" in again
     other = script(AVERAGING.format(path=str(path), words=["--epoch", "4"]))
     assert other.returncode == 2
-    assert "is of another command, device or version: falconet train --epoch 3" in other.stderr
+    assert f"{path} is of falconet train --epoch 3, " in other.stderr
 
 
 REGIMES = """
@@ -138,30 +139,43 @@ regimes.main()
 
 
 def regimes(path, *words, fails=None):
-    found = script(REGIMES.format(path=str(path), words=words, fails=fails))
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    return script(REGIMES.format(path=str(path), words=words, fails=fails))
+
+
+FIRST, SECOND = [[1.0, 20.0]], [[1.0, 21.0]]  # of seeds 0 and 1
 
 
 def test_regimes_that_were_measured_are_kept_and_the_others_added(tmp_path):
-    path, made = tmp_path / "regimes.json", [[1.0, 90.0]]
-    path.write_text(json.dumps({"what": "of a GPU", "full": {"one": [made]}, "low": {"one": [made]}, "speed": {}}))
-    answer = regimes(path, "--parts", "full", "--seeds", "2", fails=("two", 0))
-    assert "full two, seed 0: left out: no luck" in answer
-    found = json.loads(path.read_text())
-    assert found["full"] == {"one": [made, [[1.0, 21.0]]], "three": [[[1.0, 20.0]], [[1.0, 21.0]]]}
-    assert found["low"] == {"one": [made]}
-    assert regimes(path, "--parts", "full", "--seeds", "2").count("full two") == 2
-    assert len(json.loads(path.read_text())["full"]["two"]) == 2
-    assert regimes(path, "--parts", "full", "--seeds", "2").startswith("| regime")
-
-
-def test_parts_are_measured_again_on_request(tmp_path):
     path = tmp_path / "regimes.json"
-    path.write_text(json.dumps({"full": {"one": [[[1.0, 90.0]]]}, "low": {"one": [[[1.0, 90.0]]]}, "speed": {}}))
+    answer = regimes(path, "--parts", "full", "--seeds", "2", fails=("two", 0))
+    assert "full two, seed 0: left out: no luck" in answer.stdout
+    assert answer.returncode == 1
+    found = json.loads(path.read_text())
+    assert found["full"] == {"one": [FIRST, SECOND], "three": [FIRST, SECOND]}
+    del found["full"]["one"][1]
+    found["low"] = {"one": [[[1.0, 90.0]]]}
+    path.write_text(json.dumps(found))
+    again = regimes(path, "--parts", "full", "--seeds", "2")
+    assert again.returncode == 0, again.stderr
+    assert [line for line in again.stdout.splitlines() if line.startswith("full")] == [
+        "full two [1.0, 20.0]",
+        "full one [1.0, 21.0]",
+        "full two [1.0, 21.0]",
+    ]
+    assert json.loads(path.read_text())["low"] == {"one": [[[1.0, 90.0]]]}
+    assert regimes(path, "--parts", "full", "--seeds", "2").stdout.startswith("| regime")
+
+
+def test_parts_of_another_device_are_measured_again_on_request_alone(tmp_path):
+    path, made = tmp_path / "regimes.json", {"one": [[[1.0, 90.0]]]}
+    path.write_text(json.dumps({"measured": {"low": {"on": "a GPU"}}, "full": made, "low": made, "speed": {}}))
+    refused = regimes(path, "--parts", "low")
+    assert refused.returncode == 2
+    assert f"{path}: low is of a GPU; this is CPU, torch " in refused.stderr
+    assert json.loads(path.read_text())["low"] == made
     answer = regimes(path, "--parts", "low", "--again")
     found = json.loads(path.read_text())
-    assert found["low"] == {name: [[[1.0, 20.0]]] for name in ("one", "two", "three")}
-    assert found["full"] == {"one": [[[1.0, 90.0]]]}
+    assert found["low"] == {name: [FIRST] for name in ("one", "two", "three")}
+    assert found["full"] == made
     assert list(found["measured"]) == ["low"]
-    assert "| two |  | 20.00 |" in answer
+    assert "| two |  | 20.00 |" in answer.stdout
