@@ -101,7 +101,7 @@ def _ended(words: Sequence[str], log: Path, say: Say) -> int:
                     say("stopping once the run has saved (Ctrl-C again: at once)")
                 is_stopped = True
             else:
-                return INTERRUPTED if is_stopped else code
+                return INTERRUPTED if is_stopped and code == DONE else code
 
 
 def trained_in(folder: Path, seed: int) -> TrainedOnce:

@@ -350,7 +350,7 @@ def stem_of(traced: fx.GraphModule) -> fx.Node | None:
     conv = layer_of(traced, stem) if stem is not None else None
     if not isinstance(conv, nn.Conv2d) or conv.in_channels != 3 or conv.groups != 1:
         return None
-    return stem if type(conv) is nn.Conv2d or pads_same(conv) else None
+    return stem if type(conv) is nn.Conv2d or (pads_same(conv) and conv.dilation == (1, 1)) else None
 
 
 def _fork(traced: fx.GraphModule, node: fx.Node) -> None:

@@ -69,7 +69,7 @@ class Log:
             begin()
 
     def log(self, meter: Meter) -> None:
-        """A log point, where training waits for the device."""
+        """Report a log point; training waits for the device here."""
         totals = meter.end_interval()
         self.state.progress.points += 1
         rate = self._log_laps.end(totals.images)

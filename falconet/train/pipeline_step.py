@@ -22,6 +22,7 @@ from falconet.models import splits, zoo
 from falconet.models.depth import rate_shares
 from falconet.models.folding import fold
 from falconet.models.freezing import Frozen, count_trained
+from falconet.models.fusion import Norm
 from falconet.models.splits import Stage
 from falconet.numerics.loss_scale import NonFinite, Offender
 from falconet.numerics.precision import Regime
@@ -367,7 +368,7 @@ class StagedModel:
                 f" {counted(flights, 'micro-batch')} in flight,"
                 f" {need / GIB:.3f} GiB predicted"
             )
-        if self.setup.device.type == "cuda":
+        if self.setup.device.type == "cuda" and any(isinstance(layer, Norm) for layer in self._whole.modules()):
             lines.append("norms: none fused with what follows them, because the model is cut into stages")
         return lines
 

@@ -174,7 +174,7 @@ SIDE = 32
 PLANES = 3 * SIDE * SIDE  # bytes of an image: its red, green and blue planes
 ADDRESS = "https://www.cs.toronto.edu/~kriz/"
 DEFAULT_DIR = Path("data")
-PNG_SPLITS = ("train", "test")  # folders with one for each class, as Kaggle and fast.ai have it
+PNG_SPLITS = ("train", "test")  # folders with one for each class
 
 
 @dataclass(frozen=True, kw_only=True)
