@@ -4,10 +4,10 @@
     python bench/averaging.py --show docs/evidence/averaging.json       the table, for docs/using/recipes.md
 
 What follows `--` goes to `falconet train`, with --ema-half-life 2 and a checkpoint after every epoch. The run is kept
-if --run names a folder; the same line again goes on with what is neither there nor in --output. Otherwise the same line
-begins anew. Each average is
-validated twice: with the mean of batch norm's statistics, and with statistics that are estimated again from training
-images. The best checkpoint is chosen by the images that it is measured with, so its accuracy is too high.
+if --run names a folder; the same line again goes on with what is neither there nor in --output. Without --run it begins
+anew. Each average is validated twice: with the mean of batch norm's statistics, and with statistics that are estimated
+again from training images. The best checkpoint is chosen by the images that it is measured with, so its accuracy is too
+high.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from falconet import writing
 from runs import divided, falconet, give_memory_back
 
 AVERAGES = {
@@ -98,7 +99,9 @@ def main() -> None:
         rows[name] = cells
         print(name, *cells, flush=True)
         if args.output:
-            args.output.write_text(json.dumps(about | {"accuracies": rows}, indent=1) + "\n")
+            writing.replace(
+                args.output.parent, args.output.name, json.dumps(about | {"accuracies": rows}, indent=1) + "\n"
+            )
 
     with tempfile.TemporaryDirectory() as folder:
         run = args.run or Path(folder) / "run"

@@ -10,7 +10,6 @@ photo comes from the page cache. `agreement` is the PSNR against Pillow, in dB, 
 
 import argparse
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -139,7 +138,6 @@ def main() -> None:
                 f" ({min(values):.0f} to {max(values):.0f})",
                 flush=True,
             )
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":

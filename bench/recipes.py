@@ -121,18 +121,13 @@ def plot(found: dict[str, list[Row]], path: Path) -> None:
     for axes, family in zip(places[0], families, strict=True):
         mine = {name: rows for name, rows in found.items() if name.startswith(family)}
         for number, (name, rows) in enumerate(mine.items()):
-            for each, row in enumerate(rows):
-                for column, style, label in ((1, "-", name), (2, "--", f"{name}, moving average")):
-                    points = [(point[0], point[column]) for point in row["curve"] if len(point) > column]
-                    if points:  # a phase may have no moving average
-                        style = style if len(points) > 1 else "o"
-                        axes.plot(
-                            *zip(*points, strict=True),
-                            style,
-                            color=f"C{number}",
-                            alpha=0.8,
-                            label=None if each else label,
-                        )
+            for column, line, label in ((1, "-", name), (2, "--", f"{name}, moving average")):
+                # A recipe or a phase may have no moving average.
+                curves = [[(point[0], point[column]) for point in row["curve"] if len(point) > column] for row in rows]
+                for points in filter(None, curves):
+                    style = line if len(points) > 1 else "o"
+                    axes.plot(*zip(*points, strict=True), style, color=f"C{number}", alpha=0.8, label=label)
+                    label = None  # once for all seeds
         axes.set(title=FAMILIES[family], xlabel="epoch", ylabel="validation accuracy, %")
         axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))  # below, where no curve is
         axes.grid(alpha=0.3)
@@ -158,9 +153,9 @@ def main() -> None:
         print("\n".join(table(found)))
         if args.evidence:
             args.evidence.mkdir(parents=True, exist_ok=True)
-        for name, rows in found.items() if args.evidence else ():
-            if name == rows[0]["recipe"]:  # with its own options alone
-                (args.evidence / f"{name}.json").write_text(evidence_of(name, rows).to_json())
+            for name, rows in found.items():
+                if name == rows[0]["recipe"]:  # with its own options alone
+                    (args.evidence / f"{name}.json").write_text(evidence_of(name, rows).to_json())
         if args.plot:
             plot(found, args.plot)
         return

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from falconet import writing
 from runs import divided, falconet, give_memory_back, train
 
 REGIMES = {
@@ -171,7 +172,7 @@ def main() -> None:
         print(part, regime, result[-1] if part != "speed" else result, flush=True)
         found[part].setdefault(regime, []).append(result)
         found["measured"][part] = {"on": label, "date": str(date.today())}
-        args.output.write_text(json.dumps(found) + "\n")
+        writing.replace(args.output.parent, args.output.name, json.dumps(found) + "\n")
     print("\n".join(tables(found)))
     sys.exit(bool(failed))
 

@@ -2,9 +2,9 @@
 
 After, as in the stem of a ResNet (3 x 3, every second pixel): what is rectified is never stored; the pooled values and,
 for each, which of the nine won and what it was before the norm are five eighths of its bytes. ABOVE and LEFT are the
-pixels of padding before the image, 1 or, as TensorFlow pads even sides, 0. Before (2 x 2): the pass
-that halves the image also sums what the norm needs, and its gradient is written where the winners were. And the largest
-value of each channel, as SpeedNet ends with.
+pixels of padding before the image: 1 or, as TensorFlow pads even sides, 0. Before (2 x 2): the pass that halves the
+image also sums what the norm needs, and its gradient is written where the winners were. And the largest value of each
+channel, as SpeedNet ends with.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
