@@ -20,10 +20,8 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 from falconet import writing
-from runs import divided, falconet, give_memory_back
+from runs import device_of, divided, falconet, give_memory_back
 
 AVERAGES = {
     **{f"mean of the last {count}": f"--weight-avg-N {count}" for count in (2, 5, 10, 20)},
@@ -83,10 +81,9 @@ def main() -> None:
     if args.show:
         print("\n".join(table(json.loads(args.show.read_text())["accuracies"])))
         return
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     about = {
         "command": f"falconet train {shlex.join(further)}",
-        "device": device,
+        "device": device_of(further),
         "torch": version("torch"),
     }
     stored = json.loads(args.output.read_text()) if args.run and args.output and args.output.exists() else {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.models.groupnorm import FusedGroupNorm, StridedGroupNorm
-from timing import median_milliseconds
+from timing import captured, median_milliseconds
 
 SHAPES = [  # channels, side, groups
     *((64, 112, 32), (256, 56, 32), (512, 28, 32), (1024, 14, 32), (2048, 7, 32)),  # of ResNet-50
@@ -55,19 +55,6 @@ def measure(layer: nn.Module, shape: tuple[int, ...], device: torch.device, *, a
 
 def drawn(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
-
-
-def captured(call: Callable[[], None]) -> Callable[[], None]:
-    """The same without the host's time."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def _processor_time(both: Callable[[], None]) -> float:

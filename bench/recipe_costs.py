@@ -115,6 +115,8 @@ def measure(keys: Mapping[Key, Recipe], output: Path, *, device: str, updates: i
     import torch
 
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    if others := {row["device"] for row in rows_in(output)} - {name}:
+        raise SystemExit(f"{output} is of {' and '.join(sorted(others))}, this is {name}; expected another file")
     known = rates(output)
     for (network, size), recipe in keys.items():
         if (network, size) in known:

@@ -96,7 +96,9 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def evidence_of(name: str, rows: Sequence[Row]) -> Evidence:
-    """Of runs with the recipe's own options."""
+    """Of runs with the recipe's own options, on one kind of device."""
+    if len(devices := {row["device"] for row in rows}) > 1:
+        raise SystemExit(f"{name}: its runs are of {' and '.join(sorted(devices))}; expected one, in a file of its own")
     runs = tuple(TrainedOnce(**{key: row[key] for key in ("seed", "accuracy", "seconds", "images")}) for row in rows)
     last = max(rows, key=lambda row: row["date"])
     return Evidence(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from falconet import writing
-from runs import divided, falconet, give_memory_back, train
+from runs import device_of, divided, falconet, give_memory_back, train
 
 REGIMES = {
     "32.32": "--precision 32.32",
@@ -147,14 +147,13 @@ def main() -> None:
         return
     if not (args.data_dir and args.output):
         parser.error("expected --data-dir and --output, or --show")
-    if not (torch.cuda.is_available() or "--device" in further):
+    if not (torch.cuda.is_available() or any(word.startswith("--device") for word in further)):
         parser.error("no GPU here; -- --device cpu measures on the CPU, which takes days without further options")
     stored = json.loads(args.output.read_text()) if args.output.exists() else {}
     found: dict[str, Any] = {"what": WHAT, "measured": {}, **{part: {} for part in PARTS}, **stored}
     for part in args.parts if args.again else ():
         found[part] = {}
-    on_gpu = torch.cuda.is_available() and "cpu" not in further
-    label = " ".join([f"{torch.cuda.get_device_name() if on_gpu else 'CPU'}, torch {version('torch')}", *further])
+    label = " ".join([f"{device_of(further)}, torch {version('torch')}", *further])
     for part in args.parts:
         before = found["measured"].get(part, {}).get("on")
         if found[part] and before != label:

@@ -46,6 +46,18 @@ def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:at]), list(words[at + 1 :])
 
 
+def device_of(words: Sequence[str]) -> str:
+    """The name of the device that `falconet train` computes on with these options."""
+    import torch
+
+    from falconet.config.commands import TrainOptions
+    from falconet.config.load import parse, read_line
+    from falconet.parallel.world import device_kind
+
+    kind = device_kind(parse(TrainOptions, read_line(TrainOptions, words)).options.machine.device)
+    return torch.cuda.get_device_name() if kind == "cuda" else "CPU"
+
+
 def rows_in(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines, but for a last one that was cut short; none if there is no such file."""
     if not path.exists():

@@ -67,15 +67,19 @@ def reader_of(root: Path) -> tuple[Reader, int]:
 
 
 def read_all(reader: Reader, order: np.ndarray) -> tuple[float, float, str]:
-    """Processor seconds of this thread, wall seconds, and the digest of the pixels."""
+    """Images per second of this thread's processor time and of the clock, and the digest of the pixels."""
     out = np.zeros((reader.rows, 224, 224, 3), np.uint8)
     digest, own, clock = hashlib.sha256(), 0.0, 0.0
-    for begin in range(0, len(order) - reader.rows + 1, reader.rows):
+    begins = range(0, len(order) - reader.rows + 1, reader.rows)
+    if not begins:
+        raise SystemExit(f"got {len(order)} photos, expected {reader.rows} or more")
+    for begin in begins:
         began, began_own = time.perf_counter(), time.thread_time()
         reader.read(order[begin : begin + reader.rows], epoch=0, out=out)
         own, clock = own + time.thread_time() - began_own, clock + time.perf_counter() - began
         digest.update(out.tobytes())
-    return own, clock, digest.hexdigest()[:12]
+    count = len(begins) * reader.rows
+    return count / own, count / clock, digest.hexdigest()[:12]
 
 
 def measure_reading(roots: list[Path], *, cold: bool) -> None:
@@ -88,7 +92,7 @@ def measure_reading(roots: list[Path], *, cold: bool) -> None:
             if cold:
                 drop(root)
             own, clock, digest = read_all(reader_of(root)[0], order)
-            rates[root].append(len(order) / (clock if cold else own))
+            rates[root].append(clock if cold else own)
             print(f"{root}: {rates[root][-1]:.0f} images per second, pixels {digest}", file=sys.stderr)
     for root, own_rates in rates.items():
         ratios = [rate / first for rate, first in zip(own_rates, rates[roots[0]], strict=True)]
