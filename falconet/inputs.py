@@ -15,8 +15,8 @@ from falconet.config.load import Loaded, Options, load_options, parse
 from falconet.config.settings import LINE, Setting
 from falconet.config.spaces import spaces_in
 from falconet.errors import ConfigError, DataError, named_option
+from falconet.report.run_files import EXPORT_RECORD
 
-EXPORT_RECORD = "export.json"  # in every folder that `falconet export` wrote
 EXPORT_PACKAGES = {
     **dict.fromkeys(("onnx", "triton"), ("onnx", "onnxscript", "onnxruntime")),
     "openvino": ("openvino",),

@@ -125,7 +125,8 @@ class Running:
         telemetry = telemetry or Telemetry(Metrics())
         self.repository = Repository(sources=sources, policy=lambda _: policy, executed=telemetry.metrics.add_batch)
         self.repository.adopt(NAME, Opened(self.served, Lanes(each=(lane,)), decode, stamp=0, about=""))
-        self.batcher = self.repository.find().batcher
+        (self.model,) = self.repository.models
+        self.batcher = self.model.batcher
         self.memory = Memory(memory)
         limits = {"memory": self.memory, "seconds": seconds, "may_load": may_load}
         self.front = app.FrontEnd(self.repository, most_body=1 << 20, access=access, telemetry=telemetry, **limits)
@@ -186,6 +187,7 @@ class Running:
         self._thread.join(LIMIT)
         assert not self._thread.is_alive()
         self.batcher.close()
+        self.repository.close()
         self._loop.close()
 
     def request(self, body, headers=None, *, method="POST", path=PATH):

@@ -34,10 +34,8 @@ from falconet.export.photos import Divided, Photos, counted_photos
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.models import views
 from falconet.report.console import Say, Screen, counted
+from falconet.report.run_files import CHECKPOINTS, EXPORT_RECORD, EXPORTS
 
-FOLDER = "export"  # of all formats
-CHECKPOINTS = "checkpoints"  # the folder of them in a run folder
-RECORD = "export.json"  # in every export: what it is, and what was measured
 TIMED = {"exported": "", "fp32": "in fp32 ", "falconet": "in Falconet "}  # what is timed, and how it is called
 
 
@@ -58,7 +56,7 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     for note in unused_notes(loaded.options, loaded.line):
         screen.line(note)
     home = _home(loaded.options.input.checkpoint_input_path)
-    target = asked.output or home / FOLDER / (f"{asked.format}-int8" if asked.int8 else asked.format)
+    target = asked.output or home / EXPORTS / (f"{asked.format}-int8" if asked.int8 else asked.format)
     _require_free(target, overwrite=asked.overwrite)
     # The model in fp32: the file is for machines of any kind, and widening half-precision weights changes none.
     line = [*loaded.line, Setting("precision", ("32.32",), LINE)]
@@ -82,7 +80,7 @@ def run(loaded: Loaded[ExportOptions]) -> int:
     prepare = _prepare_int8 if asked.int8 else _prepare
     write = prepare(loaded.options, graph, classifier, screen.line)
     if asked.output is None:
-        writing.subfolder(home, FOLDER)  # not through a link: a run folder may come from another person
+        writing.subfolder(home, EXPORTS)  # not through a link: a run folder may come from another person
     with _temporary(target) as folder:
         result, engines, pixels, also = write(folder, device)
         screen.line(f"input: {graph.describe_input()}")
@@ -107,11 +105,13 @@ def run(loaded: Loaded[ExportOptions]) -> int:
             "latency_ms": {f"batch of {size}": each for size, each in times.items()},
             "files": files,
         }
-        writing.replace(folder, RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        content = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+        # Stray bytes of a class's name become \udc.., which JSON reads back.
+        writing.replace(folder, EXPORT_RECORD, content.encode("utf-8", "backslashreplace"))
         move_into_place(folder, target)
     largest = max(files, key=lambda name: files[name]["bytes"])
     plain = f" ({also['bytes_in_fp32'] / 1e6:,.1f} MB in fp32)" if asked.int8 else ""
-    screen.line(f"written to {target}: {largest}, {files[largest]['bytes'] / 1e6:,.1f} MB{plain}, and {RECORD}")
+    screen.line(f"written to {target}: {largest}, {files[largest]['bytes'] / 1e6:,.1f} MB{plain}, and {EXPORT_RECORD}")
     return DONE
 
 
@@ -196,7 +196,7 @@ def _require_free(target: Path, *, overwrite: bool) -> None:
         raise LinkError(target, "--output")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
-    if not (target / RECORD).is_file():
+    if not (target / EXPORT_RECORD).is_file():
         raise ConfigError(f"--output: {target} exists and is not an export; expected another name")
     if not overwrite:
         raise ConfigError(f"{target} holds an export; expected --overwrite to replace it, or another --output")
@@ -207,7 +207,7 @@ def _require_free(target: Path, *, overwrite: bool) -> None:
 def _added(target: Path) -> Iterator[str]:
     """The files beside those of an export."""
     try:
-        own = {RECORD, *json.loads((target / RECORD).read_bytes())["files"]}
+        own = {EXPORT_RECORD, *json.loads((target / EXPORT_RECORD).read_bytes())["files"]}
     except (ValueError, LookupError, TypeError):
         own = set()
     names = (str(path.relative_to(target)) for path in sorted(target.rglob("*")) if not path.is_dir())

@@ -34,11 +34,12 @@ EXPORTED = Scheduling()
 
 def write(graph: Graph, folder: Path, scheduling: Scheduling = EXPORTED) -> Path:
     """Write everything but the ONNX model; returns the folder that it belongs in."""
-    labels = "".join(f"{name}\n" for name in _one_line_each(graph.class_names))
+    lines = (f"{name}\n" for name in _one_line_each(graph.class_names))
+    labels = "".join(lines).encode("utf-8", "backslashreplace")  # bytes of names that are not UTF-8 are escaped
     classifier = folder / MODELS / graph.name
     version_folder(graph, folder).mkdir(parents=True)
     (classifier / "config.pbtxt").write_text(_classifier(graph, scheduling))
-    (classifier / LABELS).write_text(labels)
+    (classifier / LABELS).write_bytes(labels)
     if graph.preprocessing.antialias:  # DALI has no equal of TensorFlow 1's resizing
         decoder, ensemble = (folder / MODELS / f"{graph.name}{suffix}" for suffix in ("_decode", "_photo"))
         (decoder / VERSION).mkdir(parents=True)
@@ -47,7 +48,7 @@ def write(graph: Graph, folder: Path, scheduling: Scheduling = EXPORTED) -> Path
         (ensemble / VERSION).mkdir(parents=True)
         (ensemble / VERSION / ".keep").write_text("")  # git and some object stores drop empty folders; Triton needs it
         (ensemble / "config.pbtxt").write_text(_ensemble(graph))
-        (ensemble / LABELS).write_text(labels)
+        (ensemble / LABELS).write_bytes(labels)
     return version_folder(graph, folder)
 
 

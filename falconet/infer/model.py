@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from falconet.data.crops import Crops
-from falconet.data.image_files import UnreadableImageError, open_rgb, to_rgb
+from falconet.data.image_files import NO_NAME, UnreadableImageError, open_rgb, to_rgb
 from falconet.data.preprocessing import Preprocessing, normaliser
 from falconet.data.readers import ArrayReader
 from falconet.data.storage import ArraySource, PixelArray
@@ -27,6 +27,7 @@ from falconet.infer.classifier import Classifier
 from falconet.infer.embeddings import tapped
 from falconet.infer.photos import Photo
 from falconet.infer.prediction import Prediction, predicted
+from falconet.writing import could_name_a_file
 
 Picture = str | os.PathLike[str] | Image.Image | npt.NDArray[Any] | Tensor
 KINDS = (str, os.PathLike, Image.Image, np.ndarray, Tensor)
@@ -191,6 +192,8 @@ def _found(pictures: Sequence[Picture]) -> Iterator[tuple[Photo | None, Picture]
             yield None, picture
             continue
         path = os.fspath(picture)
+        if not could_name_a_file(path):
+            _refuse(f"{path!a:.80}", NO_NAME)
         if not Path(path).is_dir():
             yield Photo(path, path), picture
             continue

@@ -25,6 +25,7 @@ ENVIRONMENT, MEMORY, ENDED = f"{RECORDS}/environment.json", f"{RECORDS}/memory.j
 PROFILE = "profile_summary.json"  # of --profile
 VALIDATED = "validation.json"  # what `falconet validate` wrote, for runs without answers of their own
 CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
+EXPORTS, EXPORT_RECORD = "export", "export.json"  # the folder of all formats; in each: what it is, what was measured
 MOST_CHECKPOINTS = 100
 RECENT = 300.0  # seconds since a log point, within which a run counts as going on a file system without locks
 DEFAULT = "default"  # the source of an option that was not set
@@ -217,6 +218,18 @@ def read_memory(folder: Path) -> list[MemoryPoint]:
     """The memory that earlier starts of a run recorded."""
     with ForeignFolder(folder) as files:
         return _memory(files)
+
+
+def logged_at(folder: Path, update: int) -> Mapping[str, float]:
+    """The metrics that a run logged after an update."""
+    with ForeignFolder(folder) as files:
+        return next((each.metrics for each in _moments(files) if each.update == update), {})
+
+
+def updates_in_summary(folder: Path) -> int:
+    """How many updates a run had made when it ended; 0: it has not ended."""
+    with ForeignFolder(folder) as files:
+        return count(files.json(SUMMARY).get("updates"))
 
 
 def _options(files: ForeignFolder) -> dict[str, Stated]:

@@ -1,10 +1,7 @@
 """The HTTP application: routes, and what each answers."""
 
 import asyncio
-import contextlib
 import json
-import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
@@ -19,8 +16,8 @@ from falconet.serve.connections import Connection, log_failure, refusal
 from falconet.serve.direct import Direct, DirectConnection
 from falconet.serve.prometheus import Metrics
 from falconet.serve.protocol import AT_ONCE, Asked, Served
-from falconet.serve.refusals import ForbiddenError, RefusedError, RequestError
-from falconet.serve.repository import Model, Repository
+from falconet.serve.refusals import RefusedError, RequestError
+from falconet.serve.repository import DECODERS, Model, Repository, require_control
 from falconet.serve.telemetry import Telemetry
 
 TOP = 5  # classes of a photo, unless the request says how many
@@ -48,14 +45,15 @@ class FrontEnd:
         self._most_body, self._seconds, self._may_load = most_body, seconds, may_load
         # One long JSON at a time: numpy takes ten times its size to read it, which `memory` does not count.
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
-        self._decoding = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
+        self._decoding = ThreadPoolExecutor(DECODERS, thread_name_prefix="decode")
+        self._unpacking = ThreadPoolExecutor(DECODERS, thread_name_prefix="upload")  # not behind all photos that wait
         self.is_ready = True  # until the server is asked to stop
         self._direct = Direct(repository, self._inferred, memory=memory, access=access, telemetry=self._telemetry)
 
     def close(self) -> None:
         """Let the threads end, after the last request."""
-        self._parsing.shutdown(wait=False)
-        self._decoding.shutdown(wait=False)
+        for threads in (self._parsing, self._unpacking, self._decoding):
+            threads.shutdown(wait=False)
 
     def connection(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> Connection:
         """For a client that has connected."""
@@ -97,49 +95,43 @@ class FrontEnd:
             meant = did_you_mean(name[: protocol.SHOWN], QUERY)
             raise RequestError(f"?{name[: protocol.SHOWN]}: unknown, expected {', '.join(sorted(QUERY))}{meant}")
         name, version = request.query.get("model", ""), request.query.get("version", "")
-        with self._used(name, version) as model:
+        with (await self._repository.find(name, version)).used() as model:
             length = bodies.announced(request, most=self._most_body, kind="a request with photos")
             with self._memory.reserved(length) as incoming:
                 await bodies.receive(incoming, request)
-                loop = asyncio.get_running_loop()
-                deadline = loop.time() + self._seconds
-                sent = await loop.run_in_executor(
-                    self._decoding, uploads.read, incoming.bytes.data, request.headers.get("Content-Type", "")
-                )
-                top = _top(request.query.get("top", sent.fields.get("top")), model.served)
-                answer = await classify(model, sent.photos, top=top, deadline=deadline, threads=self._decoding)
+                body, kind = incoming.bytes.data, request.headers.get("Content-Type", "")
+                async with model.in_time(self._seconds):
+                    loop = asyncio.get_running_loop()
+                    sent = await loop.run_in_executor(self._unpacking, uploads.read, body, kind)
+                    top = _top(request.query.get("top", sent.fields.get("top")), model.served)
+                    answer = await classify(model, sent.photos, top=top, threads=self._decoding)
         return web.json_response(answer)
 
     # The Open Inference Protocol.
 
-    @contextlib.contextmanager
-    def _used(self, name: str, version: str) -> Iterator[Model]:
-        with self._repository.find(name, version).used() as model:
-            yield model
-
-    def _found(self, request: web.Request) -> Model:
-        return self._repository.find(request.match_info["model"], request.match_info.get("version", ""))
+    async def _found(self, request: web.Request) -> Model:
+        return await self._repository.find(request.match_info["model"], request.match_info.get("version", ""))
 
     async def _ready(self, _: web.Request) -> web.Response:
         return _readiness(self.is_ready and all(model.works for model in self._repository.models))
 
     async def _model_ready(self, request: web.Request) -> web.Response:
-        return _readiness(self.is_ready and self._found(request).works)
+        return _readiness(self.is_ready and (await self._found(request)).works)
 
     async def _metadata(self, request: web.Request) -> web.Response:
-        return web.json_response(protocol.metadata(self._found(request).served))
+        return web.json_response(protocol.metadata((await self._found(request)).served))
 
     async def _config(self, request: web.Request) -> web.Response:
-        return web.json_response(self._found(request).configuration())
+        return web.json_response((await self._found(request)).configuration())
 
     async def _statistics(self, request: web.Request) -> web.Response:
-        return web.json_response({"model_stats": [self._found(request).statistics()]})
+        return web.json_response({"model_stats": [(await self._found(request)).statistics()]})
 
     async def _all_statistics(self, _: web.Request) -> web.Response:
         return web.json_response({"model_stats": [model.statistics() for model in self._repository.models]})
 
     async def _infer(self, request: web.Request) -> web.Response:
-        with self._used(request.match_info["model"], request.match_info.get("version", "")) as model:
+        with (await self._found(request)).used() as model:
             header = request.headers.get(protocol.HEADER)
             most = protocol.MOST_JSON if header is None else model.served.most_binary
             kind = "a request of JSON alone" if header is None else f"a request with {protocol.HEADER}"
@@ -170,21 +162,17 @@ class FrontEnd:
     # The repository of models.
 
     async def _index(self, _: web.Request) -> web.Response:
-        return web.json_response([each._asdict() for each in self._repository.index()])
+        return web.json_response([each._asdict() for each in await self._repository.indexed()])
 
     async def _load(self, request: web.Request) -> web.Response:
-        self._require_control()
+        require_control(self._may_load)
         await self._repository.load(request.match_info["model"])
         return web.json_response({})
 
     async def _unload(self, request: web.Request) -> web.Response:
-        self._require_control()
+        require_control(self._may_load)
         await self._repository.unload(request.match_info["model"])
         return web.json_response({})
-
-    def _require_control(self) -> None:
-        if not self._may_load:
-            raise ForbiddenError("clients may not load or unload models; the server needs --repository for that")
 
 
 def _top(asked: str | None, served: Served) -> int:

@@ -24,6 +24,11 @@ class Policy:
     max_delay: float  # seconds that the first request of a batch waits for others when a lane is free
     max_queue: int  # images
 
+    @property
+    def share(self) -> int:
+        """Images of one request that may wait at a time: half of the queue, or a batch if that is more."""
+        return max(self.max_queue // 2, self.max_batch)
+
 
 @dataclass(kw_only=True)
 class Counts:
@@ -125,9 +130,7 @@ class Batcher:
         `deadline`: a time of the loop's clock, after which the request leaves the queue, and its outcome is LateError.
         """
         assert 0 < len(images) <= self.policy.max_batch
-        if self.waiting + len(images) > self.policy.max_queue:
-            self.counts.refused += 1
-            raise OverloadedError(f"{are(self.waiting, 'image')} waiting; try again later")
+        self.require_room(len(images))
         loop = asyncio.get_running_loop()
         waiting = Waiting(images, loop.time(), done)
         if deadline is not None:
@@ -136,6 +139,13 @@ class Batcher:
         self.waiting += len(images)
         self._start_batches()
         return waiting
+
+    def require_room(self, images: int, *, coming: int = 0) -> None:
+        """Raise OverloadedError unless so many more may wait; `coming`: images on their way to the queue."""
+        waiting = self.waiting + coming
+        if waiting + images > self.policy.max_queue:
+            self.counts.refused += 1
+            raise OverloadedError(f"{are(waiting, 'image')} waiting; try again later")
 
     def drop(self, waiting: Waiting) -> None:
         """Forget a request, unless it has an outcome: its client has gone."""

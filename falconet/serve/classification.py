@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Executor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,10 +15,12 @@ from falconet.infer.predictor import Pixels
 from falconet.serve import records
 from falconet.serve.batching import Computed
 from falconet.serve.refusals import RequestError
-from falconet.serve.repository import Model
+from falconet.serve.repository import DECODERS, Model
 from falconet.serve.uploads import Upload
 
 NOT_FINITE = "the model's scores for it are not finite"
+AHEAD = 2 * DECODERS  # photos of one request at the threads at once: those of others come in between
+_T = TypeVar("_T")
 
 
 class Read(NamedTuple):
@@ -28,12 +30,11 @@ class Read(NamedTuple):
     problem: str  # why it could not be read
 
 
-async def classify(
-    model: Model, photos: Sequence[Upload], *, top: int, deadline: float | None, threads: Executor
-) -> dict[str, Any]:
+async def classify(model: Model, photos: Sequence[Upload], *, top: int, threads: Executor) -> dict[str, Any]:
     """The answer to a request as JSON has it; RequestError if none of its photos can be read."""
     begun = time.perf_counter()
-    read = await _read(model, photos, threads)
+    with model.decoding(len(photos)):
+        read = await _read(model, photos, threads)
     decoded = time.perf_counter()
     images = [each.pixels for each in read if each.pixels is not None]
     records.note_photos(len(photos), len(photos) - len(images), begun=begun, seconds=decoded - begun)
@@ -41,19 +42,13 @@ async def classify(
         raise RequestError("; ".join(_named(photo, each.problem) for photo, each in zip(photos, read, strict=True)))
     most = model.served.max_batch
     batches = [np.stack(images[first : first + most]) for first in range(0, len(images), most)]
-    # A request of more photos than may wait takes no more than half of the queue at a time.
-    room = asyncio.Semaphore(max(model.batcher.policy.max_queue // (2 * most), 1))
+    room = asyncio.Semaphore(model.batcher.policy.share // most)
 
     async def scored(batch: Pixels) -> Computed:
         async with room:
-            return await model.computed(batch.transpose(0, 3, 1, 2), deadline=deadline)
+            return await model.computed(batch.transpose(0, 3, 1, 2))
 
-    parts = [asyncio.ensure_future(scored(batch)) for batch in batches]
-    try:
-        computed = await asyncio.gather(*parts)
-    finally:
-        for part in parts:  # if one was refused, the others leave the queue
-            part.cancel()
+    computed = await _together([scored(batch) for batch in batches])
     return {
         "model": model.served.name,
         "version": model.served.version,
@@ -68,7 +63,7 @@ async def classify(
 
 
 async def _read(model: Model, photos: Sequence[Upload], threads: Executor) -> list[Read]:
-    loop = asyncio.get_running_loop()
+    loop, room = asyncio.get_running_loop(), asyncio.Semaphore(AHEAD)
 
     def read(photo: Upload) -> Read:
         try:
@@ -76,7 +71,21 @@ async def _read(model: Model, photos: Sequence[Upload], threads: Executor) -> li
         except UnreadableImageError as error:
             return Read(None, str(error))
 
-    return await asyncio.gather(*(loop.run_in_executor(threads, read, photo) for photo in photos))
+    async def in_turn(photo: Upload) -> Read:
+        async with room:
+            return await loop.run_in_executor(threads, read, photo)
+
+    return await _together([in_turn(photo) for photo in photos])
+
+
+async def _together(parts: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """What all of them return; if one fails, the others leave their queue."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _predictions(

@@ -79,9 +79,10 @@ class Direct:
         name, version = found.groups("")
         try:
             self._access.require(headers)
-            if int(length) > min(READ_AHEAD, self._repository.find(name, version).served.most_binary):
-                return None
         except RefusedError:
+            return None
+        model = self._repository.present(name, version)
+        if model is None or int(length) > min(READ_AHEAD, model.served.most_binary):
             return None
         record = Record(
             id=request_id(headers.get(ID)),
@@ -111,7 +112,8 @@ class Direct:
         return status, {**headers, ID: record.id}, answer
 
     async def _answered(self, request: Request, body: bytes) -> tuple[bytes, Mapping[str, str]]:
-        with self._repository.find(request.name, request.version).used() as model, self._memory.held(len(body)):
+        found = await self._repository.find(request.name, request.version)
+        with found.used() as model, self._memory.held(len(body)):
             return await self._infer(model, memoryview(body), request.json_length)
 
     def forget(self, request: Request, received: int) -> None:

@@ -72,7 +72,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
                 try:
                     answer = await behaviour(request, context)
                     record.status = "OK"
-                    record.bytes_out = len(answer) if isinstance(answer, bytes) else 0
+                    if isinstance(answer, bytes):  # else a stream, which notes what it sends
+                        record.bytes_out = len(answer)
                     return answer
                 except grpc.aio.AbortError:
                     record.status, record.error = NAMES[_number(context.code())], _text(context.details())

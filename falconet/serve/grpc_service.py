@@ -17,7 +17,6 @@ from falconet.serve.bodies import Memory
 from falconet.serve.connections import GLANCE_SECONDS, Drain, log_failure
 from falconet.serve.grpc_messages import HEALTH, SERVICE, Split, message, parsed
 from falconet.serve.refusals import (
-    ForbiddenError,
     OverloadedError,
     RefusedError,
     RequestError,
@@ -25,7 +24,7 @@ from falconet.serve.refusals import (
     UnavailableError,
     UnknownModelError,
 )
-from falconet.serve.repository import Repository
+from falconet.serve.repository import Repository, require_control
 
 AT_ONCE = 4 << 10  # bytes of a message, without raw tensors, that do not need another thread
 RECEIVING = 32  # requests that are received at once, each of up to the largest size; further ones wait
@@ -132,7 +131,7 @@ class GrpcService:
 
     async def _model_ready(self, request: Any) -> Any:
         try:
-            ready = self.is_ready and self._repository.find(request.name, request.version).works
+            ready = self.is_ready and (await self._repository.find(request.name, request.version)).works
         except (UnknownModelError, UnavailableError):  # clients ask for it until it is loaded
             ready = False
         return message("ModelReadyResponse")(ready=ready)
@@ -141,25 +140,26 @@ class GrpcService:
         return _message("ServerMetadataResponse", protocol.server_metadata())
 
     async def _metadata(self, request: Any) -> Any:
-        found = self._repository.find(request.name, request.version)
+        found = await self._repository.find(request.name, request.version)
         return _message("ModelMetadataResponse", protocol.metadata(found.served))
 
     async def _config(self, request: Any) -> Any:
-        found = self._repository.find(request.name, request.version)
+        found = await self._repository.find(request.name, request.version)
         return _message("ModelConfigResponse", {"config": found.configuration()})
 
     async def _statistics(self, request: Any) -> Any:
-        asked = [self._repository.find(request.name, request.version)] if request.name else self._repository.models
+        models = self._repository.models
+        asked = [await self._repository.find(request.name, request.version)] if request.name else models
         return _message("ModelStatisticsResponse", {"model_stats": [model.statistics() for model in asked]})
 
     # The repository of models.
 
     async def _index(self, request: Any) -> Any:
-        listed = [each for each in self._repository.index() if each.state == "READY" or not request.ready]
+        listed = [each for each in await self._repository.indexed() if each.state == "READY" or not request.ready]
         return _message("RepositoryIndexResponse", {"models": [each._asdict() for each in listed]})
 
     async def _load(self, request: Any) -> Any:
-        self._require_control()
+        require_control(self._may_load)
         for name in request.parameters:
             raise RequestError(
                 f"parameters: got {name[: protocol.SHOWN]!r}, expected none; a run has its configuration"
@@ -168,13 +168,9 @@ class GrpcService:
         return message("RepositoryModelLoadResponse")()
 
     async def _unload(self, request: Any) -> Any:
-        self._require_control()
+        require_control(self._may_load)
         await self._repository.unload(request.model_name)
         return message("RepositoryModelUnloadResponse")()
-
-    def _require_control(self) -> None:
-        if not self._may_load:
-            raise ForbiddenError("clients may not load or unload models; the server needs --repository for that")
 
     # Inference.
 
@@ -196,7 +192,9 @@ class GrpcService:
                 self._readers.add(reader)
                 reader.add_done_callback(self._readers.discard)
                 while (answer := await answers.get()) is not None:
-                    await context.write((await answer).SerializeToString())
+                    written = (await answer).SerializeToString()
+                    await context.write(written)
+                    records.note_sent(len(written))
                     ahead.release()
             if reader.cancelled():
                 raise UnavailableError("the server is stopping")
@@ -211,6 +209,7 @@ class GrpcService:
         """Start an answer to each request of a stream; None marks its end."""
         try:
             while await ahead.acquire() and (body := await context.read()) is not grpc.aio.EOF:
+                records.note_received(len(body))
                 answers.put_nowait(group.create_task(self._streamed(body, context)))
         finally:
             answers.put_nowait(None)
@@ -233,7 +232,7 @@ class GrpcService:
         with self._memory.held(len(body)):
             sent = grpc_messages.split(body)
             request = await self._apart(sent, grpc_messages.read_message, sent)
-            with self._repository.find(request.model_name, request.model_version).used() as model:
+            with (await self._repository.find(request.model_name, request.model_version)).used() as model:
                 asked = await self._apart(sent, grpc_messages.read_request, request, sent.raw, model.served)
                 seconds = min(self._seconds, *(each for each in (remaining, asked.seconds) if each is not None), 1e9)
                 computed = await model.computed(asked.images, deadline=received + seconds)
@@ -263,6 +262,7 @@ async def _received(context: Any, slots: asyncio.Semaphore) -> bytes:
         raise SlowError(f"the request was not received in {bodies.SECONDS:g} s") from None
     if body is grpc.aio.EOF:
         raise RequestError("the call ended without a request")
+    records.note_received(len(body))
     return bytes(body)
 
 

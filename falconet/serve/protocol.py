@@ -30,6 +30,7 @@ EXTENSIONS = (
 AT_ONCE = 4 << 10  # bytes of JSON, or scores to write as JSON, that do not need another thread
 REPEATED, MOST_REPEATED = 256, 1 << 10  # JSON of requests that is remembered, and how many bytes of it at most
 MOST_JSON = 4 << 20  # bytes of a request whose images are text
+MOST_MICROSECONDS = (1 << 64) - 1  # of a timeout: the largest that Triton reads
 SHOWN = 40  # characters of a client's value in an error
 _DATATYPES = {"float16": "FP16", "float32": "FP32"}
 
@@ -369,7 +370,10 @@ def read_classes(parameters: Mapping[str, Any], *, known: tuple[str, ...] = ()) 
 
 def read_seconds(parameters: Mapping[str, Any]) -> float | None:
     """The time that a request gives itself; `timeout` is in microseconds, and 0 means none."""
-    return _whole(parameters.get("timeout", 0), "parameters.timeout") / 1e6 or None
+    microseconds = _whole(parameters.get("timeout", 0), "parameters.timeout")
+    if microseconds > MOST_MICROSECONDS:
+        raise RequestError(f"parameters.timeout: got {_shown(microseconds)}, expected at most {MOST_MICROSECONDS:,}")
+    return microseconds / 1e6 or None
 
 
 def _whole(value: object, what: str) -> int:

@@ -61,6 +61,18 @@ def note_model(name: str, version: str) -> None:
         record.model, record.version = name, version
 
 
+def note_received(size: int) -> None:
+    """A message of the request in progress, of so many bytes, has arrived."""
+    if (record := CURRENT.get()) is not None:
+        record.bytes_in += size
+
+
+def note_sent(size: int) -> None:
+    """A message of so many bytes has been sent to the client of the request in progress."""
+    if (record := CURRENT.get()) is not None:
+        record.bytes_out += size
+
+
 def note_photos(photos: int, unreadable: int, *, begun: float, seconds: float) -> None:
     """Photos of the request in progress were decoded."""
     if (record := CURRENT.get()) is not None:

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +19,19 @@ from falconet.report.console import Say
 from falconet.serve import protocol, records
 from falconet.serve.batching import Batcher, Computed, Counts, Executed, Policy
 from falconet.serve.protocol import Served
-from falconet.serve.refusals import RefusedError, RequestError, UnavailableError, UnknownModelError
+from falconet.serve.refusals import (
+    ForbiddenError,
+    LateError,
+    RefusedError,
+    RequestError,
+    UnavailableError,
+    UnknownModelError,
+)
 
 Decode = Callable[[memoryview], npt.NDArray[np.uint8]]  # an encoded photo -> S x S x 3; UnreadableImageError
 State = Literal["READY", "UNAVAILABLE"]
 SHOWN = 80  # characters of a client's name in an error
+DECODERS = os.cpu_count() or 1  # threads that decode photos, for all models together
 HUNG_SECONDS = 120.0  # of one batch, after which a model is not ready: a device may never return
 AGAIN_SECONDS = 30.0  # after which weights that could not be opened are tried again, then after twice as long, ...
 LAST_AGAIN_SECONDS = 3600.0  # ... up to this: an attempt takes seconds of all cores
@@ -75,7 +84,7 @@ class Model:
         self.served, self.decode = opened.served, opened.decode
         self.stamp, self.about = opened.stamp, opened.about
         self.batcher = Batcher(opened.lanes, policy, executed)
-        self._users = 0
+        self._users = self._decoding = 0  # the second: photos
         self._unused = asyncio.Event()
         self._unused.set()
 
@@ -96,6 +105,31 @@ class Model:
             self._users -= 1
             if not self._users:
                 self._unused.set()
+
+    @contextlib.contextmanager
+    def decoding(self, photos: int) -> Iterator[None]:
+        """Inside the context, photos of a request are decoded; OverloadedError at once if too many images wait.
+
+        A large request counts as its share of the queue, which it does not exceed later, either.
+        """
+        places = min(photos, self.batcher.policy.share)
+        self.batcher.require_room(places, coming=max(self._decoding - DECODERS, 0))  # the others are being decoded
+        self._decoding += places
+        try:
+            yield
+        finally:
+            self._decoding -= places
+
+    @contextlib.asynccontextmanager
+    async def in_time(self, seconds: float) -> AsyncIterator[None]:
+        """Inside the context, a request is answered; LateError after so many seconds."""
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            self.batcher.counts.late += 1
+            self.batcher.spent.failed += seconds
+            raise LateError(f"not computed within {seconds:.3g} s, the time that the request had") from None
 
     async def computed(self, images: Pixels, *, deadline: float | None = None) -> Computed:
         """The scores of 1 to `max_batch` images."""
@@ -121,7 +155,7 @@ class Model:
 class Repository:
     """Models by name; belongs to one event loop. `sources` may know names that are not loaded."""
 
-    sources: Callable[[], Mapping[str, Source]]
+    sources: Callable[[], Mapping[str, Source]]  # may read a folder, perhaps over a network
     policy: Callable[[Served], Policy]
     preferred: str | None = None  # the model of requests that name none
     executed: Callable[[str, int, float], None] = lambda *_: None  # is told of each batch: model, images, seconds
@@ -129,6 +163,7 @@ class Repository:
     _reasons: dict[str, str] = field(default_factory=dict)  # by name: why it could not be loaded, or swapped
     _opening: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: each takes memory and all cores
     _opener: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="open"))
+    _looker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="look"))
     _tasks: set["asyncio.Task[Any]"] = field(default_factory=set)  # that load or retire models
     _past: Counts = field(default_factory=Counts)  # of models that are retired
 
@@ -143,11 +178,16 @@ class Repository:
         everything = [self._past, *(model.batcher.counts for model in self._models.values())]
         return Counts(**{name: sum(getattr(each, name) for each in everything) for name in vars(self._past)})
 
-    def find(self, name: str = "", version: str = "") -> Model:
+    def present(self, name: str, version: str = "") -> Model | None:
+        """The model of this name and version, if it is loaded."""
+        found = self._models.get(name)
+        return found if found is not None and version in ("", found.served.version) else None
+
+    async def find(self, name: str = "", version: str = "") -> Model:
         """The model of this name; without a name, the preferred one, or the only one."""
         found = self._models.get(name) if name else self._unnamed()
         if found is None:
-            if name in self._known():
+            if name in await self._known():
                 raise UnavailableError(f"{name} is not loaded{self._because(name)}")
             known = f"this server has {', '.join(map(repr, self._models)) or 'none'}{_meant(name, self._models)}"
             raise UnknownModelError(f"there is no model '{name[:SHOWN]}'; {known}")
@@ -170,20 +210,27 @@ class Repository:
     def _because(self, name: str) -> str:
         return f": {self._reasons[name]}" if name in self._reasons else ""
 
-    def _known(self) -> Mapping[str, Source]:
-        """What `sources` knows; that its folder is gone is no fault of the request that finds it out."""
+    async def _known(self) -> Mapping[str, Source]:
+        """What `sources` knows, found in a thread; that its folder is gone is no fault of the request."""
         try:
-            return self.sources()
+            return await asyncio.get_running_loop().run_in_executor(self._looker, self.sources)
         except ConfigError as error:
             raise UnavailableError(str(error)) from error
 
     def index(self) -> list[Listed]:
         """All models that the server knows, loaded or not; first the one of requests that name none."""
+        return self._rows(self.sources())
+
+    async def indexed(self) -> list[Listed]:
+        """The same, while other requests are answered."""
+        return self._rows(await self._known())
+
+    def _rows(self, known: Mapping[str, Source]) -> list[Listed]:
         rows = [
             Listed(name, model.served.version, "READY", self._reasons.get(name, ""))
             for name, model in sorted(self._models.items(), key=lambda each: each[0] != self.preferred)
         ]
-        others = sorted(self._known().keys() - self._models.keys())
+        others = sorted(known.keys() - self._models.keys())
         return [*rows, *(Listed(name, "", "UNAVAILABLE", self._reasons.get(name, "unloaded")) for name in others)]
 
     async def load(self, name: str) -> Model:
@@ -201,7 +248,7 @@ class Repository:
 
     async def _loaded(self, name: str) -> Model:
         async with self._opening:
-            known = self._known()
+            known = await self._known()
             source = known.get(name)
             if source is None:
                 raise UnknownModelError(f"there is no model '{name[:SHOWN]}'{_meant(name, known)}")
@@ -253,9 +300,13 @@ class Repository:
         now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(seconds)
+            if not self._models:
+                continue
+            known = asyncio.ensure_future(self._known())  # once for all of them
             for name, model in list(self._models.items()):
                 try:
-                    stamp = await asyncio.get_running_loop().run_in_executor(self._opener, self.sources()[name].stamp)
+                    source = (await known)[name]
+                    stamp = await asyncio.get_running_loop().run_in_executor(self._opener, source.stamp)
                     last = tried.get(name)
                     if last is None or last.stamp != stamp:
                         last = Tried(stamp, wait=AGAIN_SECONDS)
@@ -274,9 +325,16 @@ class Repository:
 
     def close(self) -> None:
         """Let all threads end, after the batches that they compute and the model that they open."""
-        self._opener.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._opener, self._looker):
+            threads.shutdown(wait=False, cancel_futures=True)
         for model in self._models.values():
             model.batcher.close(wait=False)
+
+
+def require_control(may_load: bool) -> None:
+    """Raise ForbiddenError unless clients may load and unload models."""
+    if not may_load:
+        raise ForbiddenError("clients may not load or unload models; the server needs --repository for that")
 
 
 def _reason(error: Exception) -> str:

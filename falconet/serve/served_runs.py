@@ -4,7 +4,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,16 +17,15 @@ from falconet.config.settings import LINE, Setting
 from falconet.data.encoded import PhotoDecoder
 from falconet.errors import CheckpointError, ConfigError
 from falconet.infer.classifier import Classifier
-from falconet.infer.conversion import RECORD
 from falconet.infer.engines import Engine, open_engine, opened_export
 from falconet.infer.predictor import open_served
 from falconet.parallel import world
 from falconet.report.console import Say, counted
+from falconet.report.run_files import CHECKPOINTS, EXPORT_RECORD, EXPORTS
 from falconet.serve.protocol import Served
 from falconet.serve.repository import AGAIN_SECONDS, Opened, Source
 
 MAX_BATCH = 64
-CHECKPOINTS, EXPORTS = "checkpoints", "export"  # their folders in a run folder
 OF_ONE_MODEL = ("checkpoint-input-path", "more-models", "model", "pretrained", "image-size", "classes")
 _ODD = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -62,11 +61,12 @@ class ServedRuns:
 
     def known(self) -> dict[str, Source]:
         """All models by name, those in the repository as they are now."""
-        runs = _runs_in(self._folder) if self._folder else []
-        for run in runs:
+        # By their own names, also those of links: `current` stays `current`, whichever run it leads to.
+        runs = {_plain(run.name): run for run in (_runs_in(self._folder) if self._folder else [])}
+        for name, run in runs.items():
             if run not in self._found:
-                self._found[run] = self._source(served_name(run), _line_for(run, self._line), run)
-        return {served_name(run): self._found[run] for run in runs} | self.first
+                self._found[run] = self._source(name, _line_for(run, self._line), run)
+        return {name: self._found[run] for name, run in runs.items()} | self.first
 
     def _source(self, name: str, line: Sequence[Setting], path: Path | None) -> Source:
         stamps = Stamps(path, load_options(ServeOptions, line).options.choice.checkpoint)
@@ -93,7 +93,7 @@ class ServedRuns:
             name=name,
             version=_version(classifier),
             preprocessing=classifier.preprocessing,
-            class_names=classifier.class_names,
+            class_names=_as_text(classifier.class_names),
             output=engine.dtype.name,
             max_batch=max_batch,
             activation=classifier.activation,
@@ -111,7 +111,7 @@ class ServedRuns:
         served = Served(
             name=name,
             preprocessing=found.preprocessing,
-            class_names=found.class_names,
+            class_names=_as_text(found.class_names),
             output=engine.dtype.name,
             max_batch=max_batch,
             activation=found.activation,
@@ -122,7 +122,7 @@ class ServedRuns:
 def served_name(path: Path) -> str:
     """What a run, a checkpoint, an export or a weights file is called in addresses: as it, or its run, is named."""
     whole = path.resolve()
-    if (whole / RECORD).exists() and whole.parent.name == EXPORTS:
+    if (whole / EXPORT_RECORD).exists() and whole.parent.name == EXPORTS:
         return _plain(f"{whole.parent.parent.name}-{whole.name}")
     if (whole / MANIFEST).exists():
         whole = whole.parent
@@ -133,6 +133,11 @@ def served_name(path: Path) -> str:
 
 def _plain(name: str) -> str:
     return _ODD.sub("-", name) or "model"
+
+
+def _as_text(names: Iterable[str]) -> tuple[str, ...]:
+    """Class names as every client can read them: stray bytes, of folders whose names are not UTF-8, are escaped."""
+    return tuple(name.encode("utf-8", "backslashreplace").decode() for name in names)
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -174,7 +179,7 @@ class Stamps:
     @property
     def is_export(self) -> bool:
         """Whether `falconet export` made it."""
-        return self.path is not None and (self.path / RECORD).is_file()
+        return self.path is not None and (self.path / EXPORT_RECORD).is_file()
 
     def settled(self, say: Say) -> object:
         """The same, but of files that have not changed since the last time: others may be half written, or copied."""

@@ -5,6 +5,7 @@ thread of the event loop, and Python's email parser makes text of every line.
 """
 
 import binascii
+import contextlib
 import email.parser
 import email.utils
 import itertools
@@ -75,7 +76,8 @@ def read(
 def _read_form(body: memoryview, kind: Message, *, most_photos: int) -> Uploads:
     if kind.get_content_type() != "multipart/form-data":
         raise RequestError(f"Content-Type: got {_shown(kind.get_content_type())}, expected multipart/form-data")
-    boundary = kind.get_boundary() or ""
+    with _readable("Content-Type: its boundary"):
+        boundary = kind.get_boundary() or ""
     if not 0 < len(boundary) <= 70 or not boundary.isascii():
         raise RequestError("Content-Type: multipart/form-data without a boundary of 1 to 70 characters")
     photos, fields = list[Upload](), dict[str, str]()
@@ -83,8 +85,9 @@ def _read_form(body: memoryview, kind: Message, *, most_photos: int) -> Uploads:
         if number > most_photos + MOST_FIELDS:
             raise RequestError(f"the form has more than {most_photos + MOST_FIELDS} parts")
         header, content = _headers_and_content(part, number)
-        named = _text_of(header.get_param("name", "", header="Content-Disposition"))
-        file = header.get_filename()
+        with _readable(f"part {number} of the form: its name"):
+            named = _text_of(header.get_param("name", "", header="Content-Disposition"))
+            file = header.get_filename()
         if file is not None or is_photo(bytes(content[:HEAD])):
             if file or len(content):  # a browser sends an empty part for a file that was not chosen
                 photos.append(Upload(_name(file or "") or f"photo {len(photos) + 1}", content))
@@ -136,6 +139,15 @@ def _headers_and_content(part: memoryview, number: int) -> tuple[Message, memory
     if coded.strip().lower() not in _TRANSFERRED:
         raise RequestError(f"part {number} of the form: Content-Transfer-Encoding {_shown(coded)} is not supported")
     return header, part[end + 2 :]
+
+
+@contextlib.contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """Inside the context, encoded parameters of headers are read; Python's parser has no error of its own for them."""
+    try:
+        yield
+    except (TypeError, ValueError):  # of encodings that are none, and of pieces without numbers or with huge ones
+        raise RequestError(f"{what} cannot be read; expected plain text, or UTF-8 as in name*=utf-8''x") from None
 
 
 def _message(headers: str) -> Message:

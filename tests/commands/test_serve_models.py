@@ -77,6 +77,9 @@ def test_clients_load_runs_of_a_repository(falconet):
         assert ask(port, "POST", "/v2/repository/models/cats/load") == (200, {})
         assert ask(port, "POST", "/v2/repository/models/birds/unload") == (200, {})
         assert ask(port, "POST", "/predict", photo())[1]["model"] == "cats"
+        Path("runs/current").symlink_to("birds")
+        assert ask(port, "POST", "/v2/repository/models/current/load") == (200, {})
+        assert ask(port, "POST", "/predict?model=current", photo())[1]["model"] == "current"
 
 
 def test_a_better_checkpoint_is_swapped_in_and_a_torn_one_is_not(falconet):

@@ -5,10 +5,14 @@ import contextlib
 import csv
 import http.client
 import json
+import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tritonclient.grpc
+import tritonclient.http
 from PIL import Image
 from urllib3 import encode_multipart_formdata
 
@@ -93,3 +97,31 @@ def test_a_broken_photo_among_others_is_named_and_the_others_are_answered(photos
         process.terminate()
         assert process.wait(LIMIT) == 0
         assert process.stderr.read() == ""
+
+
+def test_a_class_whose_folder_has_no_utf_8_name_is_served_to_every_client(falconet, image_folder):
+    """Also by ONNX Runtime, for which the run is exported."""
+    names = ["a" * 50, r"caf\udce9"]  # the plan shows only the first
+    for split in ("train", "val"):
+        (image_folder / split / "light").rename(image_folder / split / names[0])
+        (image_folder / split / "dark").rename(image_folder / split / os.fsdecode(b"caf\xe9"))
+    assert falconet(RUN).code == 0
+    images = np.zeros((1, 3, 32, 32), np.uint8)
+    with served(SERVER) as (_, port, lines):
+        assert any(line.startswith("engine: ONNX Runtime") for line in lines)
+        (photo, *_) = image_folder.glob("val/a*/*")
+        _, content = post(port, photo.read_bytes())
+        assert sorted(guess["label"] for guess in content["predictions"][0]["top"]) == names
+        address = re.search(r" and grpc://(127\.0\.0\.1:\d+): ", "".join(lines))[1]
+        for library, url in ((tritonclient.http, f"127.0.0.1:{port}"), (tritonclient.grpc, address)):
+            for is_binary in (True, False) if library is tritonclient.http else (None,):
+                how = {} if is_binary is None else {"binary_data": is_binary}
+                with contextlib.closing(library.InferenceServerClient(url)) as asking:
+                    tensor = library.InferInput("input_0", list(images.shape), "UINT8")
+                    tensor.set_data_from_numpy(images)
+                    wished = [library.InferRequestedOutput("output_0", class_count=2, **how)]
+                    found = asking.infer("r", [tensor], outputs=wished).as_numpy("output_0")
+                texts = [text if isinstance(text, str) else text.decode() for text in found.ravel()]
+                assert sorted(text.rpartition(":")[2] for text in texts) == names
+        with contextlib.closing(tritonclient.http.InferenceServerClient(f"127.0.0.1:{port}")) as asking:
+            assert asking.get_model_metadata("r")["parameters"]["class_names"] == names

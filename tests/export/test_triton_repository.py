@@ -1,6 +1,7 @@
 """Triton repositories: what Triton's own schema accepts, an ensemble that fits together, the DALI program."""
 
 import ast
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -76,12 +77,13 @@ def test_ensemble_leads_from_a_photo_to_scores(schema, tmp_path):
 
 
 def test_labels_have_one_line_per_class(schema, tmp_path):
-    graph = replace(graph_of(takes_pixels=True), class_names=("ant", "two\nlines", ""))
+    names = ("ant", "two\nlines", "", "bär", os.fsdecode(b"caf\xe9"))
+    graph = replace(graph_of(takes_pixels=True), class_names=names)
     triton_repository.write(graph, tmp_path)
     for name, each in configurations(tmp_path, schema).items():
         files = [output.label_filename for output in each.output if output.label_filename]
-        lines = [(tmp_path / MODELS / name / file).read_text().splitlines() for file in files]
-        assert lines == ([] if name.endswith("_decode") else [["ant", "two lines", "-"]])
+        lines = [(tmp_path / MODELS / name / file).read_text(encoding="utf-8").splitlines() for file in files]
+        assert lines == ([] if name.endswith("_decode") else [["ant", "two lines", "-", "bär", r"caf\udce9"]])
 
 
 @pytest.mark.run

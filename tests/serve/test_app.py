@@ -13,10 +13,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from falconet.data.image_files import UnreadableImageError
 from falconet.infer.predictor import Predictor
-from falconet.serve import app, bodies, repository
+from falconet.serve import app, bodies, classification, repository
 from falconet.serve.protocol import HEADER, MOST_JSON
-from served import LIMIT, NAME, PATH, SIDE, Held, binary, pixels, running, small_classifier, until
+from served import (
+    LIMIT,
+    NAME,
+    PATH,
+    SIDE,
+    Held,
+    binary,
+    connected,
+    decoded,
+    nothing_logged,
+    pixels,
+    running,
+    small_classifier,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +107,9 @@ def test_statistics_count_images_and_batches(small):
 
 
 BODY, HEADERS = binary(pixels(1))
+TENSOR = json.dumps(
+    {"name": "input_0", "shape": [1, 3, SIDE, SIDE], "datatype": "UINT8", "data": [0] * 3 * SIDE**2}
+).encode()
 REFUSED = {
     "no such address": ("GET", "/x", None, {}, 404, "GET /x: not found"),
     "no such model": ("POST", "/v2/models/x/infer", b"{}", {}, 404, "there is no model 'x'; this server has"),
@@ -111,6 +129,14 @@ REFUSED = {
     "too long": ("POST", PATH, b"", {"Content-Length": str(MOST_JSON + 1)}, 413, "expected at most"),
     "not JSON": ("POST", PATH, b"[", {}, 400, "the request's JSON: "),
     "much that is not JSON": ("POST", PATH, b"[" * 70_000, {}, 400, "70,000 bytes beside the numbers of data"),
+    "a timeout of 400 digits": (
+        *("POST", PATH, b'{"inputs": [%s], "parameters": {"timeout": 1%s}}' % (TENSOR, b"0" * 400), {}, 400),
+        "parameters.timeout: got 1000",
+    ),
+    "a boundary of 5,000 digits": (
+        *("POST", "/predict", b"--x--", {"Content-Type": f"multipart/form-data; boundary*{'9' * 5000}=x"}, 400),
+        "Content-Type: its boundary cannot be read",
+    ),
     "not a length": ("POST", PATH, BODY, {HEADER: "x"}, 400, f"{HEADER}: got 'x'"),
 }
 
@@ -252,12 +278,138 @@ def test_long_json_is_parsed_one_at_a_time(monkeypatch):
     assert overlapped == [False] * 4
 
 
+# Photos that wait to be decoded.
+
+
+@pytest.fixture
+def two_decoders(monkeypatch):
+    """As many threads on every machine."""
+    for module in (app, repository):
+        monkeypatch.setattr(module, "DECODERS", 2)
+
+
+def upload(*numbers):
+    """A request with photos of noise, each of which has its number as its first byte."""
+    photos = []
+    for number in numbers:
+        photo = pixels(1, seed=number)[0].transpose(1, 2, 0).copy()
+        photo.flat[0] = number
+        photos.append(base64.b64encode(photo.tobytes()).decode())
+    return json.dumps({"images": photos}).encode()
+
+
+class Decoder:
+    """Decodes no photo until it is released; `begun`: the numbers of those that it has begun to decode."""
+
+    def __init__(self):
+        self.begun, self.go = [], threading.Event()
+
+    def __call__(self, encoded):
+        self.begun.append(encoded[0])
+        assert self.go.wait(LIMIT)
+        return decoded(encoded)
+
+
+@contextlib.contextmanager
+def sending(found, *uploads):
+    """The answers to requests with photos that are sent side by side."""
+    with concurrent.futures.ThreadPoolExecutor(len(uploads)) as threads:
+        yield [threads.submit(found.request, each, path="/predict") for each in uploads]
+
+
+def test_photos_that_wait_to_be_decoded_fill_the_queue(two_decoders):
+    """Two are being decoded, and eight wait; later they make two batches."""
+    decoder, most = Decoder(), 10
+    with nothing_logged(), running(decode=decoder, max_queue=8, max_batch=5, max_delay=LIMIT) as found:
+        with sending(found, *map(upload, range(most))) as answers:
+            until(lambda: found.model._decoding == most)
+            status, headers, answer = found.request(upload(200), path="/predict")
+            assert (status, headers["Retry-After"]) == (429, "1")
+            assert json.loads(answer) == {"error": "8 images are waiting; try again later"}
+            assert found.batcher.counts.refused == 1
+            decoder.go.set()
+            assert [each.result(LIMIT)[0] for each in answers] == [200] * most
+        assert (len(decoder.begun), found.model._decoding) == (most, 0)
+        assert found.request(upload(*range(201, 206)), path="/predict")[0] == 200
+
+
+def test_a_full_queue_refuses_photos_before_they_are_decoded():
+    held, decoder = Held(), Decoder()
+    decoder.go.set()
+    with (
+        nothing_logged(),
+        running(held, decode=decoder, max_queue=8, max_delay=0.0) as found,
+        concurrent.futures.ThreadPoolExecutor(2) as threads,
+    ):
+        working = threads.submit(found.scores, pixels(8))
+        assert held.begun.acquire(timeout=LIMIT)
+        waiting = threads.submit(found.scores, pixels(8))
+        until(lambda: found.batcher.waiting == 8)
+        assert found.request(upload(1), path="/predict")[0] == 429
+        held.go.set()
+        assert working.result(LIMIT).shape == waiting.result(LIMIT).shape
+    assert decoder.begun == []
+
+
+def test_photos_that_are_late_are_not_decoded(two_decoders):
+    decoder, most = Decoder(), 5
+    with nothing_logged(), running(decode=decoder, seconds=0.2) as found:
+        with sending(found, *map(upload, range(most))) as answers:
+            assert [each.result(LIMIT)[0] for each in answers] == [504] * most
+        assert json.loads(answers[0].result()[2])["error"] == (
+            "not computed within 0.2 s, the time that the request had"
+        )
+        assert (found.batcher.counts.late, found.model._decoding) == (most, 0)
+        decoder.go.set()
+    assert len(decoder.begun) <= 2
+
+
+def test_photos_of_clients_that_have_left_are_not_decoded(two_decoders):
+    decoder, most = Decoder(), 6
+    body = upload(100, 101, 102)
+    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with nothing_logged(), running(decode=decoder) as found:
+        with sending(found, *map(upload, range(most))) as answers:
+            until(lambda: found.model._decoding == most)
+            with connected(found.port) as leaving:
+                leaving.sendall(head + body)
+                until(lambda: found.model._decoding == most + 3)
+            until(lambda: found.model._decoding == most)
+            decoder.go.set()
+            assert [each.result(LIMIT)[0] for each in answers] == [200] * most
+        assert found.model._decoding == 0
+    assert sorted(decoder.begun) == list(range(most))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(UnreadableImageError("torn"), 400), (RuntimeError("broken"), 500)], ids=["photo", "server"]
+)
+def test_photos_that_cannot_be_decoded_leave_the_queue(error, status):
+    def fail(encoded):
+        raise error
+
+    with running(decode=fail) as found:
+        for _ in range(3):
+            assert found.request(upload(*range(20)), path="/predict")[0] == status
+            until(lambda: found.model._decoding == 0)
+
+
+def test_a_photo_is_decoded_between_those_of_a_large_request(two_decoders, monkeypatch):
+    monkeypatch.setattr(classification, "AHEAD", 2)
+    decoder = Decoder()
+    with nothing_logged(), running(decode=decoder) as found, sending(found, upload(*range(100))) as large:
+        until(lambda: found.model._decoding == 32)  # half of the queue
+        with sending(found, upload(200)) as single:
+            until(lambda: found.model._decoding == 33)
+            decoder.go.set()
+            assert [each.result(LIMIT)[0] for each in (*large, *single)] == [200] * 2
+    assert decoder.begun.index(200) < 50
+
+
 def test_a_request_of_more_photos_than_may_wait_is_answered():
-    images = [pixels(1, seed=number)[0].transpose(1, 2, 0).copy() for number in range(50)]
-    coded = [base64.b64encode(image.tobytes()).decode() for image in images]
     with running(max_batch=4, max_queue=8) as found:
-        status, _, answer = found.request(json.dumps({"images": coded}).encode(), path="/predict")
-        alone = found.request(json.dumps({"images": coded[-1:]}).encode(), path="/predict")[2]
+        status, _, answer = found.request(upload(*range(50)), path="/predict")
+        alone = found.request(upload(49), path="/predict")[2]
     assert status == 200, answer
     labels = [each["label"] for each in json.loads(answer)["predictions"]]
     assert len(labels) == 50

@@ -165,6 +165,20 @@ def test_refusals_are_those_of_the_application(application):
     assert (status, headers["content-type"]) == (400, same_headers["content-type"])
 
 
+def test_a_timeout_of_400_digits_is_refused(application):
+    image = pixels(1).tobytes()
+    head, body = infer(pixels(1))
+    text = body.removesuffix(image)
+    timed = text.replace(b'{"binary_data_output"', b'{"timeout": 1%s, "binary_data_output"' % (b"0" * 400))
+    for before, after in ((len(text), len(timed)), (len(body), len(timed + image))):
+        head = head.replace(b"Content-Length: %d\r\n" % before, b"Content-Length: %d\r\n" % after)
+    with nothing_logged(), running() as found, settled(found) as connection:
+        connection.sendall(head + timed + image)
+        status, _, content = first(connection)[0]
+    assert (status, application) == (400, [])
+    assert content["error"].startswith("parameters.timeout: got 1000")
+
+
 def test_keys_and_names_are_required(application):
     access = Access(keys=Keys([KEY]), hosts=frozenset({"localhost"}))
     body, headers = binary(pixels(1))

@@ -40,6 +40,8 @@ WORDS = [
     *(b'"', b"\\", b"\r\n", b"--", b";", b"*", b"=", b"NaN", b"[", b"]", b"{", b"}", b",", b":", b" ", b"\0", b"\xff"),
     *(b"-1", b"1e999", b"256", b"007", b"99999999999999999999", b"\\u0000", b"\\ud800", b"data:", b";base64,", b"null"),
     *(b"--bound", b"--bound--", b"\r\n\r\n", b'filename="', b"filename*=utf-8''%ff", b"\xef\xbb\xbf", b"\x7f" * 5),
+    *(b"; filename*=utf-8''a; filename*0=b", b"; filename*=undefined''a", b"; name*=idna''a..b", b"; name*=u\0''a"),
+    *(b'"parameters":{"timeout":1%s},' % (b"0" * 400), b"0" * 400),
     *(b"\x80" * 10, b"\xff\xff\xff\xff\x0f", b"\x0a\x00", b"\x3a\x00", b"\x2a\x02\x08\x00"),
 ]
 

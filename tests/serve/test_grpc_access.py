@@ -15,6 +15,7 @@ from falconet.serve.grpc_messages import message
 from falconet.serve.prometheus import Metrics
 from falconet.serve.telemetry import Telemetry
 from falconet.serve.tls import read_identity
+from grpc_requests import request
 from served import LIMIT, NAME, PATH, running
 
 KEY = "k" * 32
@@ -186,3 +187,21 @@ def test_the_real_service_needs_a_key_and_is_counted():
     text = telemetry.metrics.exposition("")[0].decode()  # after the end of all calls
     assert [record.status for record in seen] == ["OK", "OK", "UNAUTHENTICATED"]
     assert 'route="/inference.GRPCInferenceService/RepositoryIndex",status="UNAUTHENTICATED"} 1.0' in text
+
+
+def test_the_bytes_of_calls_and_streams_are_counted():
+    seen = []
+    telemetry, body = Telemetry(Metrics(), [seen.append]), request().SerializeToString()
+    with running(most_bytes=1 << 20, telemetry=telemetry) as found, grpc.insecure_channel(found.grpc) as channel:
+        answer = channel.unary_unary(f"/{SERVICE}/ModelInfer")(body, timeout=LIMIT)
+        streamed = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+        answers = list(streamed(iter([body, body, b"bad"]), timeout=LIMIT))
+        with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
+            channel.unary_unary(f"/{SERVICE}/ModelInfer")(b"bad", timeout=LIMIT)
+    assert [(record.bytes_in, record.bytes_out) for record in seen] == [
+        (len(body), len(answer)),
+        (2 * len(body) + 3, sum(map(len, answers))),
+        (3, 0),
+    ]
+    text = telemetry.metrics.exposition("")[0].decode()
+    assert f'falconet_received_bytes_total{{route="/{SERVICE}/ModelInfer"}} {float(len(body) + 3)}' in text

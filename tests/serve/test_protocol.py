@@ -224,6 +224,13 @@ MISTAKES = {
         )
         for value, shown in ((-1, "-1"), (1e6, "1000000.0"), ("x", '"x"'))
     },
+    **{
+        f"10 to the {power} microseconds": (
+            {"inputs": [tensor()], "parameters": {"timeout": 10**power}},
+            f"parameters.timeout: got {'1' + '0' * min(power, 36)}",
+        )
+        for power in (20, 310, 4000)
+    },
     "a switch of text": ({"inputs": [tensor()], "parameters": {"binary_data_output": "yes"}}, "expected true or false"),
 }
 
@@ -235,6 +242,10 @@ def test_every_mistake_is_refused_in_one_line(content, message):
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 250
+
+
+def test_the_longest_timeout_is_tritons():
+    assert read({"inputs": [tensor()], "parameters": {"timeout": 2**64 - 1}}).seconds == 2**64 / 1e6
 
 
 def test_parameters_of_any_depth_are_refused_in_one_line():

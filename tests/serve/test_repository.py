@@ -10,6 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from falconet.config.commands import ServeOptions
+from falconet.config.load import load_options, read_line
+from falconet.data.encoded import PhotoDecoder
 from falconet.errors import CheckpointError, ConfigError, DeviceError
 from falconet.infer.predictor import Lanes
 from falconet.serve import app, connections, served_runs
@@ -64,29 +67,35 @@ def in_loop(scenario):
 
 async def answered(found, name=""):
     """The version that answers now."""
-    with found.find(name).used() as model:
+    with (await found.find(name)).used() as model:
         return int((await model.computed(pixels(1))).scores[0, 0])
+
+
+def find(found, name="", version=""):
+    return in_loop(found.find(name, version))
 
 
 def test_a_model_is_found_by_name_and_version():
     found = repository(Weights("birds", 7), Weights("cats", 2))
-    assert found.find("birds").served.version == "7"
-    assert found.find("cats", "2").served.name == "cats"
+    assert find(found, "birds").served.version == "7"
+    assert find(found, "cats", "2").served.name == "cats"
+    assert found.present("birds") is found.present("birds", "7") is find(found, "birds")
+    assert found.present("birds", "6") is found.present("bird") is None
     with pytest.raises(
         UnknownModelError, match=r"^there is no model 'bird'; this server has 'birds', 'cats'; did you mean 'birds'\?$"
     ):
-        found.find("bird")
+        find(found, "bird")
     with pytest.raises(UnknownModelError, match=r"^birds has no version '6'; its version is 7$"):
-        found.find("birds", "6")
+        find(found, "birds", "6")
 
 
 def test_a_request_without_a_name_gets_the_preferred_model_or_the_only_one():
-    assert repository(Weights("birds")).find().served.name == "birds"
-    assert repository(Weights("birds"), Weights("cats"), preferred="cats").find().served.name == "cats"
+    assert find(repository(Weights("birds"))).served.name == "birds"
+    assert find(repository(Weights("birds"), Weights("cats"), preferred="cats")).served.name == "cats"
     with pytest.raises(RequestError, match=r"^expected the name of a model, \?model=NAME, one of birds, cats$"):
-        repository(Weights("birds"), Weights("cats")).find()
+        find(repository(Weights("birds"), Weights("cats")))
     with pytest.raises(UnavailableError, match=r"^no model is loaded$"):
-        repository().find()
+        find(repository())
 
 
 def test_requests_in_progress_end_with_the_version_that_they_began_with():
@@ -97,9 +106,9 @@ def test_requests_in_progress_end_with_the_version_that_they_began_with():
         birds.go.clear()
         begun = asyncio.create_task(answered(found))
         await asyncio.sleep(0.01)
-        older, birds.version = found.find(), 2
+        older, birds.version = await found.find(), 2
         await found.load("birds")
-        assert found.find().served.version == "2"
+        assert (await found.find()).served.version == "2"
         assert not begun.done()
         birds.go.set()
         assert (await begun, await answered(found)) == (1, 2)
@@ -114,7 +123,7 @@ def test_a_long_name_is_refused_without_a_search_for_similar_ones(monkeypatch):
     searched = []
     monkeypatch.setattr(repositories, "did_you_mean", lambda name, _: searched.append(name) or "")
     with pytest.raises(UnknownModelError, match=r"^there is no model 'b{80}'; this server has 'birds'$"):
-        repository(Weights("birds")).find("b" * 4_000_000)
+        find(repository(Weights("birds")), "b" * 4_000_000)
     assert [len(name) for name in searched] == [80]  # characters; a search in 4,000,000 takes half a second
 
 
@@ -183,12 +192,12 @@ def test_a_model_that_is_used_is_not_closed():
 
     async def scenario():
         found = repository(birds)
-        with found.find().used() as model:
+        with (await found.find()).used() as model:
             await found.unload("birds")
             await asyncio.sleep(0.05)
             assert (await model.computed(pixels(1))).scores[0, 0] == 1
         with pytest.raises(UnavailableError, match=r"^birds is not loaded$"):
-            found.find("birds")
+            await found.find("birds")
 
     in_loop(scenario())
 
@@ -205,7 +214,7 @@ def test_the_index_lists_what_is_loaded_and_what_could_be():
             await found.load("cats")
         assert found.index()[1] == ("cats", "", "UNAVAILABLE", cats.error)
         with pytest.raises(UnavailableError, match=rf"^cats is not loaded: {cats.error[:10]}"):
-            found.find("cats")
+            await found.find("cats")
         cats.error = None
         await found.load("cats")
         assert [each.state for each in found.index()] == ["READY", "READY"]
@@ -263,6 +272,20 @@ def test_the_time_between_two_tries_doubles_up_to_an_hour():
         waits.append(tried.again - now)
         now = tried.again
     assert waits == [30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0, 3600.0]
+
+
+def test_runs_of_a_repository_have_their_own_names_also_if_they_are_links(tmp_path):
+    for name in ("run-17", "run-18", "the best"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    link = tmp_path / "current"
+    link.symlink_to("run-17")
+    loaded = load_options(ServeOptions, read_line(ServeOptions, ["--repository", str(tmp_path)]))
+    runs = served_runs.ServedRuns(loaded, PhotoDecoder(most_bytes=1), pytest.fail)
+    before = runs.known()
+    assert before.keys() == {"current", "run-17", "run-18", "the-best"}
+    link.unlink()
+    link.symlink_to("run-18")
+    assert runs.known() == before
 
 
 def test_a_checkpoint_that_was_skipped_is_looked_at_again_and_named_once(monkeypatch, tmp_path):
@@ -403,12 +426,43 @@ def test_no_request_is_lost_while_models_are_swapped():
     until(lambda: not lanes() - before)
 
 
+def test_the_folder_of_models_is_read_in_a_thread_and_once_for_all_that_are_watched():
+    readers, stamped = [], []
+
+    def known():
+        readers.append(threading.current_thread())
+        return {
+            name: Source(open=Weights(name).open, stamp=lambda: stamped.append(1) or 1)
+            for name in ("birds", "cats", "dogs")
+        }
+
+    async def scenario():
+        found = repository(Weights("birds"), Weights("cats"))
+        found.sources = known
+        with pytest.raises(UnavailableError, match=r"^dogs is not loaded$"):
+            await found.find("dogs")
+        with pytest.raises(UnknownModelError, match=r"^there is no model 'x'; "):
+            await found.find("x")
+        assert [each.name for each in await found.indexed()] == ["birds", "cats", "dogs"]
+        await found.load("birds")
+        before = len(readers)
+        watching = asyncio.create_task(found.watch(seconds=0.001, say=pytest.fail))
+        while len(stamped) < 20:
+            await asyncio.sleep(0.001)
+        watching.cancel()
+        return before, len(readers) - before - 1
+
+    before, whole_looks = in_loop(scenario())
+    assert (before, 2 * whole_looks <= len(stamped)) == (4, True)
+    assert threading.main_thread() not in readers
+
+
 def test_a_folder_of_models_that_is_gone_is_the_servers_fault():
     def gone():
         raise ConfigError("--repository: runs: No such file or directory; expected a folder of runs")
 
     repository = Repository(sources=gone, policy=lambda _: None)
-    for ask in (repository.index, lambda: repository.find("birds")):
+    for ask in (repository.indexed, lambda: repository.find("birds")):
         with pytest.raises(UnavailableError, match=r"^--repository: runs: No such file") as refused:
-            ask()
+            in_loop(ask())
         assert refused.value.status == 503

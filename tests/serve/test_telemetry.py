@@ -309,7 +309,7 @@ def test_loading_and_unloading_name_their_model(tmp_path):
     log = AccessLog(tmp_path / "access.log")
     options = {"may_load": True, "sources": lambda: {NAME: Source(open=lambda: opened, stamp=lambda: 0)}}
     with running(telemetry=observed(log.add), **options) as found:
-        opened = Opened(found.served, found.repository.find().batcher._lanes, decoded, stamp=0, about="")
+        opened = Opened(found.served, found.batcher._lanes, decoded, stamp=0, about="")
         for what, name in (("load", NAME), ("unload", NAME), ("unload", NAME), ("load", "made-up")):
             found.request(None, path=f"/v2/repository/models/{name}/{what}")
     log.close()

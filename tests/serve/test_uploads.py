@@ -184,6 +184,24 @@ MISTAKES = {
         X,
         "part 1 of the form: Content-Transfer-Encoding 'base64' is not supported",
     ),
+    **{
+        f"a name of {what}": (
+            b"--x\r\nContent-Disposition: form-data; " + written + b"\r\n\r\nAAAA\r\n--x--",
+            X,
+            "part 1 of the form: its name cannot be read; expected plain text, or UTF-8 as in name*=utf-8''x",
+        )
+        for what, written in {
+            "pieces with and without a number": b"filename*=utf-8''a; filename*0=b",
+            "an encoding with rules": b"filename*=idna''a..b",
+            "an encoding that refuses all": b"filename*=undefined''a",
+            "an encoding with a NUL": b"filename*=utf\0-8''a",
+        }.items()
+    },
+    "a boundary in a piece with 5,000 digits": (
+        b"--x--",
+        f"multipart/form-data; boundary*{'9' * 5000}=x",
+        "Content-Type: its boundary cannot be read; expected plain text, or UTF-8 as in name*=utf-8''x",
+    ),
     "long headers": (
         HEAD + b"X: " + b"y" * 5000 + b"\r\n\r\nAAAA\r\n--x--",
         X,
