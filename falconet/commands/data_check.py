@@ -32,7 +32,8 @@ from falconet.report.console import Counting, Screen, counted
 def run(loaded: Loaded[DataCheckOptions]) -> int:
     options = loaded.options.check
     assert options.source is not None
-    _require_writable(options, _output(options))
+    for option, path in _places(options, _output(options)):
+        writing.require_writable(path, option)
     photos = _photos(options)
     limits = Limits(
         least_side=options.smallest_side,
@@ -115,16 +116,6 @@ def _is_ours(path: Path) -> bool:
             return file.read(len(check_report.FIRST_LINE)) == check_report.FIRST_LINE.encode()
     except OSError:
         return False
-
-
-def _require_writable(options: DataCheck, output: Path) -> None:
-    """Before hours of decoding."""
-    for option, path in _places(options, output):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            writing.probe(path.parent)
-        except OSError as error:
-            raise DataError(f"{option}: {path}: cannot be written ({error.strerror})") from None
 
 
 def _places(options: DataCheck, output: Path) -> list[tuple[str, Path]]:

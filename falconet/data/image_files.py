@@ -26,13 +26,19 @@ KINDS = {
     stat.S_IFDIR: "a folder",
 }
 
+NO_NAME = "no file can have this name"
+
 
 def open_descriptor(path: Path) -> int:
-    """Open a file, following links; OSError if it does not exist or is a pipe, a device or a folder.
+    """Open a file, following links; OSError if it cannot exist, does not, or is a pipe, a device or a folder.
 
     Opening a pipe would wait, and opening a device may have any effect.
     """
-    _check(path, path.stat().st_mode)
+    try:
+        mode = path.stat().st_mode
+    except ValueError:  # a NUL, or half a character
+        raise OSError(errno.EINVAL, NO_NAME, str(path)) from None
+    _check(path, mode)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may have become a pipe since
     try:
         _check(path, os.fstat(file).st_mode)

@@ -26,6 +26,7 @@ from falconet.errors import NO_ROOM, DataError
 
 INTERVAL = 8  # MCUs between restart markers: docs/using/data.md explains the trade-off
 QUALITY = 90  # of photos that are encoded again
+MOST_SIDE = 65_500  # pixels of a JPEG's side that libjpeg writes
 LEFT_OUT = "left_out"  # what a shard says about photos that it lacks: pairs of name and reason
 WINDOW = 4  # images in progress per worker
 
@@ -130,7 +131,8 @@ class Packer:
         except OSError as error:
             found = NO_ROOM.get(error.errno or 0)
             if found is None:
-                raise DataError(f"{error.filename or path}: cannot be read or written ({error.strerror})") from None
+                reason = error.strerror or error
+                raise DataError(f"{error.filename or path}: cannot be read or written ({reason})") from None
             raise DataError(
                 f"{path}: {found.why}; the shards before it are whole: {found.helps} and give the same command again"
             ) from None
@@ -170,7 +172,10 @@ def prepared(path: Path, *, recipe: Recipe, library: Library | None) -> Outcome:
         if _leads_nowhere(path, error):
             return Outcome(b"", 0, False, MISSING)
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    data = original if recipe.resize is None else shrunk(original, recipe.resize)
+    try:
+        data = original if recipe.resize is None else shrunk(original, recipe.resize)
+    except OSError as error:  # of the encoder
+        raise DataError(f"{path}: cannot be shrunk ({error.strerror or error})") from None
     marked = library.restart_marked(data, interval=INTERVAL) if library is not None and data else None
     if isinstance(marked, bytes):
         return Outcome(marked, len(original), True)
@@ -187,7 +192,7 @@ def _trouble(data: bytes) -> str | None:
 
 
 def shrunk(data: bytes, short_side: int) -> bytes:
-    """A photo larger than this, shrunk and encoded again; any other unchanged."""
+    """A photo larger than this, shrunk and encoded again; any other, and one too long for a JPEG, unchanged."""
     try:
         image = open_rgb(io.BytesIO(data))
     except UnreadableImageError:
@@ -196,6 +201,8 @@ def shrunk(data: bytes, short_side: int) -> bytes:
     if short <= short_side:
         return data
     size = (round(image.width * short_side / short), round(image.height * short_side / short))
+    if max(size) > MOST_SIDE:
+        return data
     file = io.BytesIO()
     image.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
     return file.getvalue()

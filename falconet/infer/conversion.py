@@ -32,6 +32,7 @@ from falconet.errors import CheckpointError, Interrupted, UserError
 from falconet.infer.classifier import Classifier
 from falconet.infer.prediction import Activation
 from falconet.report.console import Say
+from falconet.report.run_files import EXPORT_RECORD
 
 Kind = Literal["onnx", "openvino"]
 FILES: dict[str, tuple[str, ...]] = {"onnx": ("model.onnx",), "openvino": ("model.xml", "model.bin")}  # the model first
@@ -39,7 +40,6 @@ LIBRARIES: dict[Kind, tuple[str, ...]] = {
     "onnx": ("onnx", "onnxscript", "onnxruntime"),  # that write a kind of file, and compute with it
     "openvino": ("openvino",),
 }
-RECORD = "export.json"
 MOST_BYTES = 1 << 26  # of a record, which names up to a million classes
 KEPT = 20  # conversions; ResNet-50 takes 102 MB
 COMPARED = 8  # images of noise on which the file must have the model's scores
@@ -291,7 +291,7 @@ def _reason(done: "subprocess.CompletedProcess[str]") -> str:
 
 def read_export(folder: Path) -> Exported:
     """An export folder, each file with the digest that its record states; CheckpointError: it is torn, or none."""
-    where = folder / RECORD
+    where = folder / EXPORT_RECORD
     try:
         record = json.loads(_read(where, most=MOST_BYTES))
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from falconet.data.image_files import BadImages
+from falconet.data.image_files import NO_NAME, BadImages
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.data.sources.folder import Listing, image_names
@@ -22,12 +22,14 @@ from falconet.data.storage import FileSource
 from falconet.infer.classifier import Classifier
 from falconet.infer.embeddings import tapped
 from falconet.parallel.world import World
+from falconet.writing import could_name_a_file
 
 STDIN = "-"
 AT_ONCE = 4096  # photos per loader: names and threads are dropped between them, and memory stays bounded
 # How the files of the formats that people send through a pipe start.
 SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
 HEAD = 12  # bytes, enough to recognise any of them
+LONGEST = 4096  # bytes of a path that Linux opens, with its end
 
 
 class Photo(NamedTuple):
@@ -53,13 +55,15 @@ def find(words: Iterable[str], *, stdin: BinaryIO, held: ExitStack, problem: Pro
     """The photos that the words name, one after the other.
 
     Folders are searched recursively, in the order of a validation: sorted by name, links to folders followed only at
-    the top. `-` stands for stdin: one photo if it starts like one, else paths, one per line. A file that is named is
-    taken whatever it is called. `held` keeps the copy of a photo from stdin.
+    the top. `-` stands for stdin: one photo if it starts like one, else paths, one per line or with a NUL after each. A
+    file that is named is taken whatever it is called. `held` keeps the copy of a photo from stdin.
     """
     for word in words:
         if word == STDIN:
             yield from _from_stdin(stdin, held, problem)
-        elif Path(word).is_dir():
+        elif not could_name_a_file(word):
+            problem(word, NO_NAME)
+        elif os.path.isdir(word):  # noqa: PTH112, Path's raises where it may not look
             yield from _in_folder(word, problem)
         else:
             yield Photo(word, word)
@@ -74,14 +78,15 @@ def _in_folder(folder: str, problem: Problem) -> Iterator[Photo]:
             count += 1
             listing.folders.clear()
     except OSError as error:
-        problem(error.filename or folder, error.strerror or str(error))
-        return
-    if not count:
+        listing.refused.append(error)
+    for refused in listing.refused:
+        problem(refused.filename or folder, refused.strerror or str(refused))
+    if not count and not listing.refused:
         problem(folder, "no photos in this folder")
 
 
 def _from_stdin(stdin: BinaryIO, held: ExitStack, problem: Problem) -> Iterator[Photo]:
-    head = stdin.read(HEAD)
+    head = stdin.read(LONGEST)
     if not head:
         problem("stdin", "empty; expected paths, one per line, or a photo")
     elif is_photo(head):
@@ -91,10 +96,21 @@ def _from_stdin(stdin: BinaryIO, held: ExitStack, problem: Problem) -> Iterator[
         file.flush()
         yield Photo(STDIN, file.name)
     else:
-        rest = b"" if head.endswith(b"\n") else stdin.readline()
-        lines = (line.rstrip(b"\r\n") for line in itertools.chain((head + rest).splitlines(), stdin))
-        paths = (os.fsdecode(line) for line in lines if line not in (b"", STDIN.encode()))
+        paths = (os.fsdecode(path) for path in _listed(head, stdin) if path not in (b"", STDIN.encode()))
         yield from find(paths, stdin=stdin, held=held, problem=problem)
+
+
+def _listed(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
+    """The paths in a list: a NUL after each, as `find -print0` writes them, if the first has one, else one per line."""
+    if b"\0" not in head:
+        for line in itertools.chain((head + rest.readline()).split(b"\n"), rest):
+            yield line.rstrip(b"\r\n")
+        return
+    left = b""
+    for piece in itertools.chain([head], iter(lambda: rest.read(LONGEST), b"")):
+        *paths, left = (left + piece).split(b"\0")
+        yield from paths
+    yield left
 
 
 def is_photo(head: bytes) -> bool:
@@ -119,8 +135,9 @@ def scored(
 
 def _scored(classifier: Classifier, photos: list[Photo], *, batch: int, features: bool) -> Iterator[list[Scored]]:
     unread = _Unread()
-    names = [_absolute(photo.path)[1:] for photo in photos]
-    images = classifier.images(FileSource.of(Path("/"), names=names, labels=[0] * len(names), class_names=(".",)))
+    names = [str(Path.cwd() / photo.path)[1:] for photo in photos]  # what `..` and links lead to stays
+    source = FileSource.of(Path("/"), names=names, labels=[0] * len(names), class_names=(".",))
+    images = classifier.images(source)
     device, regime = classifier.device, classifier.regime
     # What is decoded on a device, or kept between epochs, depends on the machine that trained.
     decode = classifier.data.decode_device if device.type == "cuda" else "cpu"
@@ -138,17 +155,13 @@ def _scored(classifier: Classifier, photos: list[Photo], *, batch: int, features
             kept = torch.empty(batch, 0) if seen is None else seen.cpu()
             is_read, is_finite = (read.labels >= 0).tolist(), logits.isfinite().all(dim=1).tolist()
             rows = []
-            for row, photo in enumerate(photos[number * batch : (number + 1) * batch]):
-                problem = "" if is_read[row] else unread.reasons[_absolute(photo.path)]
+            first = number * batch
+            for row, photo in enumerate(photos[first : first + batch]):
+                problem = "" if is_read[row] else unread.reasons[source.where(first + row)]
                 if not problem and not is_finite[row]:
                     problem = "the model's scores for it are not finite"
                 rows.append(Scored(photo, logits[row], kept[row], problem))
             yield rows
-
-
-def _absolute(path: str) -> str:
-    """From the root, without changing what `..` and links lead to."""
-    return str(Path.cwd() / path)
 
 
 class _Unread(BadImages):

@@ -270,6 +270,7 @@ WRONG = {
     lambda: f"{empty_folder()} --exclude-duplicates near": "--exclude-duplicates: needs --exclude-list",
     lambda: f"{empty_folder()} --json x --html x": "--json: x is also --html; expected another file",
     lambda: f"{empty_folder()} --html {photo_file()}": "--html: one.jpg would replace a photo",
+    lambda: f"{empty_folder()} --html {photo_file()}/x": "--html: cannot write to one.jpg/x: File exists",
 }
 
 

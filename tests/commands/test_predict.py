@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -65,6 +66,10 @@ def logits_of(line, words, **asked):
     found = [Photo(word, word) for word in words]
     rows = [row for batch in photos.scored(classifier, found, **asked) for row in batch]
     return classifier, rows
+
+
+def paths_of(answer):
+    return [row["path"] for row in csv.DictReader(io.StringIO(answer.out, newline=""))]
 
 
 @pytest.mark.parametrize("reading", ["", "--normalization-location host --no-eight-bit-io", "--normalization image"])
@@ -164,6 +169,53 @@ def test_what_cannot_be_read_is_named_and_the_rest_answered(falconet, home):
     assert "missing.jpg: No such file or directory" in answer.err
     assert "photos/none: no photos in this folder" in answer.err
     assert len(list(csv.DictReader(io.StringIO(answer.out)))) == 17
+
+
+def test_what_the_system_refuses_in_a_folder_is_named_and_the_rest_answered(falconet, home, monkeypatch):
+    Path("photos/val/again").symlink_to("again")
+    plain = os.scandir
+
+    def scanned(path):
+        if str(path) == "photos/val/dark/more":
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    answer = falconet("predict r photos/val --csv")
+    assert answer.code == 1
+    assert "photos/val/again: Too many levels of symbolic links" in answer.err
+    assert "photos/val/dark/more: Permission denied" in answer.err
+    assert len(paths_of(answer)) == 17
+
+
+def test_a_photo_behind_two_slashes_is_named(falconet, home):
+    """POSIX keeps exactly two of them, and Python with it."""
+    (home / "empty.jpg").touch()
+    answer = falconet(f"predict r /{home}/empty.jpg photos/val/dark/0.png --csv")
+    assert answer.code == 1
+    assert f"/{home}/empty.jpg: empty file" in answer.err
+    assert paths_of(answer) == ["photos/val/dark/0.png"]
+
+
+def test_paths_on_stdin_may_end_with_nuls(falconet, home, monkeypatch):
+    shutil.copy("photos/val/dark/0.png", "a\nb.png")
+    found = sorted(map(str, Path("photos").rglob("*.png")))
+    names = ["a\nb.png", *(found * (2 * photos.LONGEST // len("\0".join(found)))), "photos/val/dark/0.png"]
+    for text in ("\0".join(names), "\0".join([*names, ""])):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        answer = falconet("predict r - --csv")
+        assert answer.code == 0, answer.err
+        assert paths_of(answer) == names
+
+
+def test_a_nul_within_a_line_on_stdin_leads_to_no_other_photo(falconet, home, monkeypatch):
+    line = b"photos/val/dark/0.png\n"
+    lines = line * (photos.LONGEST // len(line) + 1)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines + line.replace(b"\n", b"\0x\n") + line)))
+    answer = falconet("predict r - --csv")
+    assert answer.code == 1
+    assert r"photos/val/dark/0.png\x00x: no file can have this name" in answer.err
+    assert len(paths_of(answer)) == lines.count(b"\n") + 1
 
 
 def test_stdin_holds_paths_or_one_photo(falconet, home, monkeypatch):

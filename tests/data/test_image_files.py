@@ -147,6 +147,12 @@ def test_a_missing_file_gets_the_systems_reason(tmp_path):
         open_rgb(tmp_path / "gone.jpg")
 
 
+@pytest.mark.parametrize("name", ["a\0b.jpg", "\ud800.jpg"])
+def test_a_name_that_no_file_can_have_is_unreadable(tmp_path, name):
+    with pytest.raises(UnreadableImageError, match="no file can have this name"):
+        open_rgb(tmp_path / name)
+
+
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_decompression_bomb_is_refused_at_the_first_limit(tmp_path, monkeypatch):
     path = written(tmp_path / "a.png", Image.fromarray(gradient()))

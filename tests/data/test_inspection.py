@@ -1,5 +1,6 @@
 """The inspection of photos: broken ones are those that training cannot read, in every layout, with either decoder."""
 
+import io
 import os
 
 import numpy as np
@@ -11,7 +12,8 @@ from falconet.data import headers, inspection, layout, native
 from falconet.data.findings import Limits, Photos, find, kind_of_broken, superfluous
 from falconet.data.image_files import UnreadableImageError, open_rgb
 from falconet.data.inspection import Mark, inspect
-from falconet.data.storage import FileSource
+from falconet.data.shards import Shards
+from falconet.data.storage import FileSource, Places, ShardSource
 
 
 @pytest.fixture(params=["native", "pillow"])
@@ -198,18 +200,45 @@ def test_sixteen_bits_of_three_channels_are_noted(tmp_path):
     assert seen.details == {(0, Mark.WIDE): "16 bits per channel"}
 
 
-@pytest.mark.parametrize(
-    ("reason", "kind"),
-    {
-        "truncated": "truncated",
-        "Permission denied": "unreadable",
-        "damaged: broken data stream": "damaged",
-        "more than 5,000 pixels": "too-large",
-        "a pipe, not a file": "unreadable",
-    }.items(),
-)
-def test_reasons_have_kinds(reason, kind):
-    assert kind_of_broken(reason) == kind
+JPEG, WEBP = layouts.encoded(layouts.photo(1)), layouts.encoded(layouts.photo(1), "WEBP")
+KINDS = {
+    "cut JPEG": (JPEG[:-300], "truncated"),
+    "cut WebP": (WEBP[:-20], "truncated"),
+    "empty": (b"", "empty"),
+    "text": (b"hello", "not-an-image"),
+    "WebP of zeros": (WEBP[:20] + bytes(len(WEBP) - 20), "damaged"),
+    "texture of no known kind": (b"DDS " + (124).to_bytes(4, "little") + bytes(120), "damaged"),
+    "PNG of 20,000 x 20,000": (odd_photos.png(20_000, 20_000), "too-large"),
+}
+
+
+@pytest.mark.parametrize(("data", "kind"), KINDS.values(), ids=KINDS)
+def test_the_reason_of_a_decoder_has_its_kind(data, kind):
+    with pytest.raises(UnreadableImageError) as caught:
+        open_rgb(io.BytesIO(data))
+    assert kind_of_broken(str(caught.value)) == kind
+
+
+def test_the_reason_of_the_check_of_headers_has_its_kind(tmp_path):
+    large, gone = tmp_path / "large.png", tmp_path / "gone.jpg"
+    large.write_bytes(odd_photos.png(20_000, 20_000))
+    reasons = headers.look([os.fsencode(large), os.fsencode(gone), os.fsencode(tmp_path)]).reasons
+    assert [kind_of_broken(reasons[number]) for number in range(3)] == ["too-large", "missing", "unreadable"]
+
+
+@pytest.mark.parametrize(("size", "checksum"), [(len(JPEG) + 1, 0), (len(JPEG), 0)], ids=["cut short", "changed"])
+def test_the_reason_of_a_shard_has_its_kind(tmp_path, size, checksum):
+    path = tmp_path / "shard"
+    path.write_bytes(JPEG)
+    places = Places(
+        shards=np.zeros(1, np.int32),
+        begins=np.zeros(1, np.int64),
+        sizes=np.array([size], np.uint32),
+        checksums=np.array([checksum], np.uint32),
+    )
+    with pytest.raises(UnreadableImageError) as caught:
+        ShardSource(Shards([path]), places, np.zeros(1, np.int64), ("c",)).encoded(0)
+    assert kind_of_broken(str(caught.value)) == "damaged"
 
 
 def test_an_error_of_a_thread_ends_the_inspection(tmp_path, monkeypatch):

@@ -107,6 +107,24 @@ def test_only_larger_photos_are_shrunk(size, short_side, expected):
     assert (shrunk(data, short_side) == data) is (size == expected)
 
 
+def test_a_photo_that_stays_too_long_for_a_jpeg_is_unchanged():
+    data = layouts.encoded(Image.new("RGB", (4, 90_000)), "PNG")
+    assert shrunk(data, 3) == data
+
+
+def test_a_photo_that_cannot_be_encoded_is_named(root, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise OSError("encoder error -2 when writing image file")  # without a number or a file, as Pillow's
+
+    monkeypatch.setattr(Image.Image, "save", fails)
+    shard = plan({"train": layout.load_photos(root).train}, shard_size=5)[0]
+    (tmp_path / "a").mkdir()
+    with pytest.raises(DataError) as caught:
+        Packer(tmp_path / "a", recipe=Recipe(resize=3), workers=1).pack(shard, done=lambda: None)
+    reason = "cannot be shrunk (encoder error -2 when writing image file)"
+    assert str(caught.value) == f"{shard.source.path(0)}: {reason}"
+
+
 def test_a_vanished_file_is_named_and_leaves_no_partial_shard(root, tmp_path):
     target = pack(root, tmp_path / "a")
     splits = layout.load_photos(root)
@@ -135,6 +153,16 @@ def test_a_full_disk_is_named_and_complete_shards_stay(root, tmp_path, monkeypat
     with pytest.raises(DataError, match=f"train-00000.falconet: {words}; the shards before it are whole"):
         Packer(target, recipe=Recipe(), workers=2).pack(shard, done=lambda: None)
     assert digests(target) == before
+
+
+def test_an_error_without_a_number_is_shown_in_its_words(root, tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("cannot seek")
+
+    monkeypatch.setattr(packed.Writer, "finish", fails)
+    shard = plan({"train": layout.load_photos(root).train}, shard_size=5)[0]
+    with pytest.raises(DataError, match=r"train-00000.falconet: cannot be read or written \(cannot seek\)"):
+        Packer(tmp_path, recipe=Recipe(), workers=2).pack(shard, done=lambda: None)
 
 
 def test_a_folder_that_cannot_be_written_is_reported_in_one_line(root, tmp_path):

@@ -1,5 +1,6 @@
 """Folders of image files: what is listed, in which order, and what is passed over."""
 
+import errno
 import hashlib
 import os
 import stat
@@ -129,6 +130,7 @@ class Listing:
     labels: "array[int]" = field(default_factory=lambda: array("i"))
     folders: list[Path] = field(default_factory=list)  # all that were listed
     skipped: list[str] = field(default_factory=list)  # with the reason
+    refused: list[OSError] = field(default_factory=list)  # of folders and links that the system does not let us look at
     unread: Counter[str] = field(default_factory=Counter)  # extensions
 
     def add(self, name: str, label: int) -> None:
@@ -149,10 +151,12 @@ def _search(root: Path) -> Found:
     with Counting(f"listing {root}", quiet=not is_first(os.environ)) as counting, os.scandir(root) as entries:
         for entry in _visible(entries):
             before = len(listing.labels)
-            if entry.is_dir():  # here a link to a folder is followed
+            if _is_folder(entry):  # here a link to a folder is followed
                 folders.append(entry.name)
                 for name in image_names(entry.path, f"{entry.name}/", listing):
                     listing.add(name, len(folders) - 1)
+                if listing.refused:  # an index without these photos would hide them from later runs as well
+                    raise listing.refused[0]
             elif _is_photo(entry, listing):
                 listing.add(entry.name, LOOSE)
             counting.add(len(listing.labels) - before)
@@ -167,13 +171,13 @@ def _search(root: Path) -> Found:
 def subfolders(root: Path) -> list[str]:
     """The folders, and links to folders, that may hold photos."""
     with os.scandir(root) as entries:
-        return [entry.name for entry in _visible(entries) if entry.is_dir()]
+        return [entry.name for entry in _visible(entries) if _is_folder(entry)]
 
 
 def has_photos(root: Path) -> bool:
     """Whether photos are directly in it, by their names."""
     with os.scandir(root) as entries:
-        return any(_ending(entry.name) in image_extensions() and not entry.is_dir() for entry in _visible(entries))
+        return any(_ending(entry.name) in image_extensions() and not _is_folder(entry) for entry in _visible(entries))
 
 
 def split_folders(place: Path) -> dict[str, str]:
@@ -211,13 +215,27 @@ def run_folders(root: Path) -> list[Path]:
         return sorted(Path(entry.path) for entry in entries if _is_run(entry))
 
 
-def _is_run(entry: "os.DirEntry[str]") -> bool:
-    if not entry.is_dir(follow_symlinks=False):
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    """Whether it is a folder, or a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a link to itself
+            raise
         return False
-    found = [Path(entry.path)]
-    if entry.name == RUNS:
-        found += found[0].iterdir()
-    return any(map(is_run, found))
+
+
+def _is_run(entry: "os.DirEntry[str]") -> bool:
+    """Whether it holds a run of ours, or runs; what cannot be looked into does not."""
+    try:
+        if not entry.is_dir(follow_symlinks=False):
+            return False
+        found = [Path(entry.path)]
+        if entry.name == RUNS:
+            found += found[0].iterdir()
+        return any(map(is_run, found))
+    except OSError:  # listing it tells why
+        return False
 
 
 def is_run(path: Path) -> bool:
@@ -226,21 +244,27 @@ def is_run(path: Path) -> bool:
 
 
 def image_names(folder: str, prefix: str, listing: Listing, *, linked: bool = False) -> Iterator[str]:
-    """Sorted names with the prefix, also of subfolders; links to folders are followed only at the top, if `linked`."""
+    """Sorted names with the prefix, also of subfolders; links to folders are followed only at the top, if `linked`.
+
+    OSError if the folder itself cannot be listed; what is refused below it is noted, and the rest follow.
+    """
     listing.folders.append(Path(folder))
     with os.scandir(folder) as entries:
         for entry in _visible(entries):
-            if entry.is_dir(follow_symlinks=linked):
-                yield from image_names(entry.path, f"{prefix}{entry.name}/", listing)
-            elif _is_photo(entry, listing):
-                yield prefix + entry.name
+            try:
+                if entry.is_dir(follow_symlinks=linked):
+                    yield from image_names(entry.path, f"{prefix}{entry.name}/", listing)
+                elif _is_photo(entry, listing):
+                    yield prefix + entry.name
+            except OSError as error:
+                listing.refused.append(error)
 
 
 def _is_photo(entry: "os.DirEntry[str]", listing: Listing) -> bool:
     """Whether it is one by its name; what cannot be is noted."""
     ending = _ending(entry.name)
     is_named = ending in image_extensions()
-    why = _why_not(entry) if is_named or entry.is_symlink() else ""
+    why = _why_not(entry, is_named=is_named) if is_named or entry.is_symlink() else ""
     if why:
         listing.skipped.append(f"{entry.path}: skipped, {why}")
     elif ending in UNREAD and not is_named:
@@ -252,14 +276,14 @@ def _ending(name: str) -> str:
     return os.path.splitext(name)[1].lower()  # noqa: PTH122, a million names
 
 
-def _why_not(entry: "os.DirEntry[str]") -> str:
-    """Opening a pipe would wait, and a link to a folder could lead in circles; readers report broken links."""
+def _why_not(entry: "os.DirEntry[str]", *, is_named: bool) -> str:
+    """Opening a pipe would wait, and a link to a folder may lead in circles; readers report broken links to photos."""
     if entry.is_file(follow_symlinks=False):
         return ""
     try:
         mode = entry.stat().st_mode  # of a link's target
     except OSError:
-        return ""
+        return "" if is_named else "a link that leads nowhere"
     link = "a link to " if entry.is_symlink() else ""
     return "" if stat.S_ISREG(mode) else f"{link}{kind(mode)}"
 

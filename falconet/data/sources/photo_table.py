@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from falconet.data.sources import folder
-from falconet.data.sources.shard_index import label_file
+from falconet.data.sources.shard_index import label_file, names_in
 from falconet.data.sources.table_formats import ENDINGS, Cell, Table, read
 from falconet.data.storage import BoolArray, FileSource, Names, key
 from falconet.errors import DataError, did_you_mean
 from falconet.report.console import are, counted
+from falconet.writing import could_name_a_file
 
 STEMS = ("labels", "label", "annotations", "metadata", "_annotations.coco", "_classes")  # for all photos of a folder
 NOT_OURS = "bounding_boxes.csv"  # the end of a table of boxes
@@ -152,6 +153,8 @@ def _rows(columns: "Columns", photos: "Photos", part: str | None) -> Iterator[Ro
         where = f"{columns.table.path}, line {line}"
         if not asked:
             raise DataError(f"{where}: no photo named")
+        if not could_name_a_file(asked):
+            raise DataError(f"{where}: a photo is called {asked!a:.80}; expected text that a file name may have")
         found = photos.find(asked, part)
         missing += found is None
         if missing > number and number in (MOST_TRIED, len(columns.paths) - 1):
@@ -203,7 +206,8 @@ def _numbered(place: Path, rows: Sequence[Row]) -> tuple[tuple[str, ...], BoolAr
     """The classes, the label sets if photos have several labels or none, and the class or set of each photo."""
     said = {label for row in rows for label in row.labels}
     are_numbers = all(label.isdecimal() and len(label) <= MOST_DIGITS for label in said)
-    classes = sorted(said, key=int) if are_numbers else sorted(said)
+    # By number alone, 1 and 01 would keep the set's order, which differs between processes.
+    classes = sorted(said, key=lambda label: (int(label), label)) if are_numbers else sorted(said)
     numbers = {label: number for number, label in enumerate(classes)}
     names = _class_names(place, classes)
     if all(len(row.labels) == 1 for row in rows):
@@ -222,8 +226,8 @@ def _class_names(place: Path, classes: list[str]) -> tuple[str, ...]:
     path = label_file(place) if classes == [str(number) for number in range(len(classes))] else None
     if path is None:
         return tuple(classes)
-    names = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return tuple(names) if len(names) == len(classes) else tuple(classes)
+    names = names_in(path.read_text(encoding="utf-8", errors="replace"))
+    return names if len(names) == len(classes) else tuple(classes)
 
 
 def _rooted(place: Path, photos: list[str]) -> tuple[Path, list[str]]:

@@ -132,12 +132,18 @@ def label_file(data_dir: Path) -> Path | None:
     return next((data_dir / name for name in LABEL_FILES if (data_dir / name).is_file()), None)
 
 
+def names_in(text: str) -> tuple[str, ...]:
+    """The class names in the text of such a file."""
+    # Not splitlines: it also ends lines at U+2028 and the like, which a name may have, and would move the later labels.
+    return tuple(line.strip() for line in text.split("\n") if line.strip())
+
+
 def class_names(data_dir: Path, *, count: int, known: Sequence[str] = ()) -> tuple[str, ...]:
     """From a file next to the shards, else from the shards themselves, else the numbers."""
     path = label_file(data_dir)
     if path is not None:
         try:
-            lines = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+            lines = names_in(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
             raise DataError(f"{path}: not a text file; expected one class name per line") from None
         if len(lines) < count:

@@ -44,7 +44,7 @@ def find(data_dir: Path) -> dict[str, list[Path]]:
     for folder in (data_dir, *(data_dir / name for name in ("train", "val", "validation"))):
         for path in sorted(folder.glob("*.tar")) if folder.is_dir() else ():
             match = SPLIT.search(path.name.lower()) or SPLIT.search(folder.name.lower())
-            if match:
+            if match and not path.name.startswith("."):
                 found["train" if match[1].startswith("train") else "validation"].append(path)
     return found
 

@@ -219,7 +219,7 @@ def find(data_dir: Path) -> dict[str, list[Path]]:
     for place in (data_dir, *(data_dir / name for name in folder.split_folders(data_dir).values())):
         for path in sorted(place.iterdir()):
             name = path.name.lower()
-            if not NAME.fullmatch(path.name) and not OTHER_NAME.fullmatch(name):
+            if name.startswith(".") or not (NAME.fullmatch(path.name) or OTHER_NAME.fullmatch(name)):
                 continue
             words = PART.findall(name) or PART.findall(place.name.lower() if place != data_dir else "")
             part = next((part for part, spellings in folder.PARTS.items() if words and words[-1] in spellings), None)

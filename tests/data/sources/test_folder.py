@@ -98,6 +98,58 @@ def test_an_unreadable_folder_is_reported_in_one_line(root, monkeypatch):
     assert str(caught.value) == f"{root}/train/cat: cannot be read (Permission denied)"
 
 
+@pytest.mark.parametrize("place", ["train/cat", "train/cat/b"])
+def test_a_folder_that_cannot_be_listed_is_refused_wherever_it_is(root, monkeypatch, place):
+    plain = os.scandir
+
+    def scanned(path):
+        if str(path) == f"{root}/{place}":
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    with pytest.raises(DataError) as caught:
+        layout.load_photos(root)
+    assert str(caught.value) == f"{root}/{place}: cannot be read (Permission denied)"
+
+
+@pytest.mark.parametrize("place", [".", "train", "train/cat"])
+def test_a_link_to_itself_stops_no_training(root, capfd, place):
+    (root / place / "again").symlink_to("again")
+    splits = layout.load_photos(root)
+    assert (len(splits.train), splits.class_names) == (4, ("cat", "dog"))
+    line = f"{root / place}/again: skipped, a link that leads nowhere\n"
+    assert capfd.readouterr().err == ("" if place == "." else line)  # the folder of train/ and val/ is not listed
+
+
+def test_what_the_system_refuses_is_kept_and_the_rest_listed(root, monkeypatch):
+    (root / "train/again").symlink_to("again")
+    (root / "train/dog/itself.png").symlink_to("itself.png")  # listed, so that the reader names it
+    plain = os.scandir
+
+    def scanned(path):
+        if str(path) == f"{root}/train/cat/b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    listing = folder.Listing()
+    names = list(folder.image_names(f"{root}/train", "", listing, linked=True))
+    assert names == ["cat/a.gif", "dog/1.JPEG", "dog/2.png", "dog/itself.png"]
+    assert [(error.filename, error.strerror) for error in listing.refused] == [
+        (f"{root}/train/again", "Too many levels of symbolic links"),
+        (f"{root}/train/cat/b", "Permission denied"),
+    ]
+
+
+def test_a_folder_that_may_not_be_searched_for_runs_hides_no_other(root, monkeypatch):
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(folder, "is_run", refused)
+    assert len(list(folder.image_names(f"{root}/train", "", folder.Listing()))) == 4
+
+
 def empty(path):
     for child in sorted(path.rglob("*"), reverse=True):
         child.rmdir() if child.is_dir() else child.unlink()

@@ -238,6 +238,32 @@ def test_numbers_are_ordered_as_numbers_and_named_by_a_file(root):
     assert layout.load_photos(root).class_names == ("tench", "goldfish")
 
 
+def test_labels_of_equal_value_are_ordered_by_their_digits(root):
+    """The order of a set would be right in one of 576 processes."""
+    labels = ["01", "2", "1", "0002", "0001", "002", "001", "02"]
+    write(root, "labels.csv", "image,label", *(f"{number}.jpg,{label}" for number, label in enumerate(labels)))
+    assert layout.load_photos(root).class_names == ("0001", "001", "01", "1", "0002", "002", "02", "2")
+
+
+SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c"  # at which Python's splitlines ends a line, too
+
+
+@pytest.mark.parametrize("separator", SEPARATORS[:3])
+def test_only_a_line_feed_ends_a_row_of_json_lines(root, separator):
+    label = f"a{separator}b"
+    rows = [{"file_name": "0.jpg", "label": label}, {"file_name": "1.jpg", "label": "c"}]
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (root / "metadata.jsonl").write_text(text, encoding="utf-8", newline="")
+    assert labelled(layout.load_photos(root, HALF)) == {"0.jpg": label, "1.jpg": "c"}
+
+
+@pytest.mark.parametrize("separator", SEPARATORS)
+def test_only_a_line_feed_ends_a_name_of_a_class(root, separator):
+    write(root, "labels.csv", "image,label", "0.jpg,0", "1.jpg,1", "2.jpg,0", "3.jpg,1")
+    (root / "classes.txt").write_bytes(f"a{separator}b\r\ngoldfish\r\n".encode())
+    assert layout.load_photos(root).class_names == (f"a{separator}b", "goldfish")
+
+
 def test_photos_that_are_not_listed_are_counted(root):
     write(root, "labels.csv", "image,label", *(f"{name},{label}" for name, label in ROWS[:5]))
     assert layout.load_photos(root).notes == (f"3 photos are not in {root}/labels.csv, and left out",)
@@ -298,6 +324,16 @@ def test_a_mistake_is_named_with_its_line(root, lines, message):
     with pytest.raises(DataError) as caught:
         layout.load_photos(root)
     assert str(caught.value) == f"{root}/{message.format(root=root)}"
+
+
+@pytest.mark.parametrize(("name", "shown"), [("\ud800.jpg", "\\ud800.jpg"), ("a\0b.jpg", "a\\x00b.jpg")])
+def test_a_name_that_no_file_can_have_is_refused_with_its_line(root, name, shown):
+    rows = [{"file_name": "0.jpg", "label": "cat"}, {"file_name": name, "label": "dog"}]
+    write(root, "metadata.jsonl", *map(json.dumps, rows))
+    with pytest.raises(DataError) as caught:
+        layout.load_photos(root)
+    message = f"a photo is called '{shown}'; expected text that a file name may have"
+    assert str(caught.value) == f"{root}/metadata.jsonl, line 2: {message}"
 
 
 def test_photos_of_the_same_name_must_be_told_apart(root):

@@ -28,10 +28,18 @@ def test_images_and_labels_are_read_as_written(folders, tmp_path, label, names):
     assert splits.train.name(7) == "n01443537_1.jpg"
 
 
-def test_names_come_from_a_file_next_to_the_archives(folders, tmp_path):
+@pytest.mark.parametrize("first", ["tench", "tench\u2028Tinca"])
+def test_names_come_from_a_file_next_to_the_archives(folders, tmp_path, first):
     root = layouts.tar_archives(folders, tmp_path / "tar")
-    (root / "classnames.txt").write_text("tench\ngoldfish\nspaniel\n")
-    assert layout.load_photos(root).class_names == ("tench", "goldfish", "spaniel")
+    (root / "classnames.txt").write_text(f"{first}\ngoldfish\nspaniel\n", encoding="utf-8")
+    assert layout.load_photos(root).class_names == (first, "goldfish", "spaniel")
+
+
+def test_what_finder_leaves_beside_archives_is_passed_over(folders, tmp_path):
+    root = layouts.tar_archives(folders, tmp_path / "tar")
+    for path in list(root.rglob("*.tar")):
+        path.with_name(f"._{path.name}").write_bytes(b"\0\5\x16\7" + bytes(4092))
+    assert len(layout.load_photos(root).train) == 18
 
 
 def archive(path, **members):

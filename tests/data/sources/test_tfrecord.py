@@ -61,6 +61,13 @@ def test_records_may_be_in_one_folder_per_split(records):
     assert len(layout.load_photos(records).train) == 18
 
 
+def test_what_finder_leaves_beside_records_is_passed_over(records):
+    for path in list(records.iterdir()):
+        named = path.rename(path.with_name(f"{path.name}.tfrecord"))
+        named.with_name(f"._{named.name}").write_bytes(b"\0\5\x16\7" + bytes(4092))
+    assert len(layout.load_photos(records).train) == 18
+
+
 def test_the_image_may_come_first_or_last_and_be_large(tmp_path):
     image = layouts.encoded(layouts.photo(1, width=500, height=400), quality=95)
     assert len(image) > 3 * 4096
