@@ -7,7 +7,7 @@ classifier starts small if the classes are others. `pretrained_model` does both,
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from falconet.checkpoint import format
 from falconet.checkpoint.foreign import WeightsFile, fit, load_foreign, read_file
-from falconet.checkpoint.manifest import MANIFEST, Manifest
-from falconet.checkpoint.origin import find_origin
-from falconet.config.options import Data, Model
-from falconet.config.settings import DEFAULT
+from falconet.checkpoint.manifest import MANIFEST
+from falconet.checkpoint.origin import Origin, find_origin, own_origin
+from falconet.config.options import BOUND_TO_WEIGHTS, Data, Model
 from falconet.data.preprocessing import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -35,13 +34,6 @@ from falconet.models.zoo import build_model
 Asked = Literal["published"] | Path
 CONFIG = "config.json"  # beside the weights in a repository of timm's on the Hugging Face hub
 MOST_CONFIG = 1 << 24  # bytes of it
-_OF_MODEL = frozenset(field.name.replace("_", "-") for field in fields(Model)) - {"model"}
-_OF_TRAINING = frozenset(  # options of a model that leave what its weights compute as it is
-    (
-        *("weight-init", "zero-init", "batchnorm-momentum", "disable-stable-batchnorm", "enable-fast-groupnorm"),
-        *("efficientnet-dropout", "efficientnet-drop-path", "proxy-recompute"),
-    )
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +80,7 @@ class InitialWeights:
     classes: int
     class_names: tuple[str, ...]  # empty: unknown
     inputs: Inputs
-    options: Mapping[str, Mapping[str, Any]]  # of the model, that follow from the program that wrote the file
+    options: Mapping[str, Mapping[str, Any]]  # that follow from the program, or the run, that wrote the weights
     read: Callable[[], Mapping[str, Tensor]]
     is_here: bool = True  # else reading them may download them
     several_labels: bool = False  # whether they were trained on images with any number of labels
@@ -162,7 +154,7 @@ def find(name: str, asked: Asked, *, fetched: bool = True) -> InitialWeights:
         raise CheckpointError(f"{asked}: no such file or folder")
     if asked.is_file() and not (asked.parent / MANIFEST).exists():
         return _of_file(asked, name)
-    return _of_checkpoint(asked)
+    return _of_checkpoint(asked, name)
 
 
 def _published(name: str, *, fetched: bool) -> InitialWeights:
@@ -193,12 +185,12 @@ def _of_file(path: Path, name: str) -> InitialWeights:
         classes=classes,
         class_names=names or pretrained.imagenet_classes(classes),
         inputs=_inputs(config, where=str(path)),
-        options={name: entry for name, entry in origin.table().items() if name in _OF_MODEL},
+        options=_of_model(origin),
         read=lambda: read_file(path).weights,
     )
 
 
-def _of_checkpoint(path: Path) -> InitialWeights:
+def _of_checkpoint(path: Path, name: str) -> InitialWeights:
     """Those that predictions use: of a run the best checkpoint, and of its weights and their average the better."""
     folder, manifest = format.choose(path.parent if path.is_file() else path, "best", lambda _: None)
     stem = manifest.better_stem if path.is_dir() else "ema" if path.stem == "ema" else "model"
@@ -221,16 +213,15 @@ def _of_checkpoint(path: Path) -> InitialWeights:
         ),
         options={"antialias": {"value": stored.antialias}}
         | ({"normalization": {"value": "image"}} if stored.standardised else {})
-        | _model_options(manifest),
+        | _of_model(own_origin(manifest, model=name)),
         read=lambda: format.model_weights(folder, manifest, stem),
         several_labels=manifest.several_labels,
     )
 
 
-def _model_options(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """What the run stated about its model: other weights of the same shapes would compute something else."""
-    taken = manifest.config.keys() & (_OF_MODEL - _OF_TRAINING)
-    return {name: manifest.config[name] for name in sorted(taken) if manifest.config[name].get("source") != DEFAULT}
+def _of_model(origin: Origin) -> dict[str, dict[str, Any]]:
+    """The options of an origin that say what the weights compute."""
+    return {name: entry for name, entry in origin.table().items() if name in BOUND_TO_WEIGHTS}
 
 
 def _ratio(stored: Preprocessing) -> float:

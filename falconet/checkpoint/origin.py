@@ -11,8 +11,8 @@ from typing import Any
 
 from falconet.checkpoint.foreign import WeightsFile
 from falconet.checkpoint.manifest import Manifest
-from falconet.config.options import MODELS
-from falconet.config.settings import CHECKPOINT
+from falconet.config.options import BOUND_TO_WEIGHTS, MODELS
+from falconet.config.settings import DEFAULT, WEIGHTS
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 
 Options = dict[str, str | bool | list[str]]  # by name, as a checkpoint stores them
@@ -24,18 +24,18 @@ DATA = ("cifar10", "cifar100", "imagenet")  # kinds of data that a file may name
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of a weights file beside its weights."""
+    """What is known of weights beside their values."""
 
     why: str
     options: Options
 
     def table(self) -> dict[str, dict[str, Any]]:
         """The options as those of a checkpoint, which the command line overrides."""
-        return {name: {"value": value} for name, value in self.options.items()}
+        return {name: {"value": value, "source": WEIGHTS} for name, value in self.options.items()}
 
     def line(self, sources: Mapping[str, str]) -> str | None:
         """What was concluded, and why; `sources`: of the options in use, some of which the command line may set."""
-        taken = [_spelled(name, value) for name, value in self.options.items() if sources.get(name) == CHECKPOINT]
+        taken = [_spelled(name, value) for name, value in self.options.items() if sources.get(name) == WEIGHTS]
         return f"{self.why}: {' '.join(taken)}" if taken else None
 
 
@@ -55,10 +55,13 @@ def find_origin(file: WeightsFile, *, model: str | None) -> Origin:
     return Origin("", {})
 
 
-def own_origin(manifest: Manifest) -> Origin:
-    """The side of a run's zero channels, which the weights in its checkpoint do not show."""
-    side = manifest.config.get("shortcut-padding", {}).get("value")
-    return Origin("the checkpoint was trained with", {"shortcut-padding": "both"} if side == "both" else {})
+def own_origin(manifest: Manifest, *, model: str | None) -> Origin:
+    """What the run of a checkpoint stated about its model; `model` as above."""
+    if model not in (None, manifest.model):
+        return Origin("", {})
+    stated = {name: entry["value"] for name, entry in manifest.config.items() if entry.get("source") != DEFAULT}
+    taken = {name: stated[name] for name in ("model", *BOUND_TO_WEIGHTS) if name in stated}
+    return Origin("the checkpoint was trained with", taken)
 
 
 def _from_arguments(arguments: Mapping[str, Any]) -> Options:

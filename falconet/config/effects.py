@@ -9,7 +9,7 @@ from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of, value_of
 from falconet.config.options import Augmentation, Data, Machine, Model
 from falconet.config.rules import PHOTOS, averages, crops, crops_photos, objects_by_area, recompute_mode, uses_cutmix
-from falconet.config.settings import is_asked_for
+from falconet.config.settings import LINE, is_asked_for
 
 
 def _optimizer_in(*names: str) -> Callable[[TrainOptions], bool]:
@@ -202,16 +202,23 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     *((name, "--device cuda or auto", _may_use_cuda) for name in ("capture", "model-cache-path")),
 )
 
+REPLACED_BY = {  # by another option that states the same in another way
+    "epoch": "updates",
+    "logs-per-epoch": "log-interval",
+    "lr-scheduler-freq": "lr-changes",
+    "weight-avg-N": "weight-avg-epochs",
+}
 
 Row = tuple[str, str, Callable[[Any], bool]]  # an option, what follows "has no effect", when it has one
 
 
 def notes(options: object, sources: Mapping[str, str]) -> Iterator[str]:
-    """One line for each option that was asked for and has no effect here."""
+    """One line for each option that was asked for and has no effect here; none where the line overrides a config."""
     known = options_of(type(options))
     for name, why in unused(options).items():
         changed = value_of(options, known[name]) != known[name].default  # a run's config.yaml names every default
-        if changed and is_asked_for(sources.get(name)):
+        is_replaced = sources.get(name) != LINE and sources.get(REPLACED_BY.get(name, "")) == LINE
+        if changed and is_asked_for(sources.get(name)) and not is_replaced:
             yield f"--{name} has no effect {why}"
 
 

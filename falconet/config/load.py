@@ -161,7 +161,8 @@ def load_options(
 def load(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]:
     """The options that the settings give, checked; a later setting overrides an earlier one of the same option."""
     loaded = parse(command, settings)
-    rules.check(loaded.options)
+    is_lowered = loaded.sources.get("warmup-epoch") == source_of(PHOTOS)
+    rules.check(loaded.options, but=[rules.warmup_ends_before_training] if is_lowered else [])
     return loaded
 
 

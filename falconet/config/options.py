@@ -5,7 +5,7 @@ Training's sections come first, in the order of the help; then those of measurin
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -32,7 +32,7 @@ class Run:
     """The run folder, the named config, the seed."""
 
     config: str | None = local(None)
-    """A named config (`falconet configs` lists them) or a YAML file of options; the command line overrides it."""
+    """A named config (`falconet configs` lists them) or a YAML file, which may extend one; options override it."""
     plan: bool = local(False)
     """Print the plan and every option with its source, then exit."""
     run_dir: Path | Auto = local("auto")
@@ -391,7 +391,7 @@ class FineTuning:
     fine_tune_gradient_accumulation: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Micro-batches per update of fine-tuning; auto: --gradient-accumulation."""
     fine_tune_first_trainable_layer: str | None = None
-    """Freeze the layers before this one, such as layer4/0, while fine-tuning; default: train all layers."""
+    """Freeze the layers before this one, such as layer4/0, while fine-tuning; default: train what phase 1 trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -684,7 +684,7 @@ class Inference:
     """How predictions are measured."""
 
     config: str | None = local(None)
-    """A named config for inference (`falconet configs`) or a YAML file of options; the command line overrides it."""
+    """A named config for inference (`falconet configs`) or a YAML file, which may extend one; options override it."""
     replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Processes that predict in parallel, one per device; auto: as many as a launcher started, else 1."""
     pipeline_splits: tuple[str, ...] = local(())
@@ -712,7 +712,7 @@ class Load:
     """How many clients send requests, and how; --iterations is the number of requests per client."""
 
     config: str | None = local(None)
-    """A named config for inference (`falconet configs`) or a YAML file of options; the command line overrides it."""
+    """A named config for inference (`falconet configs`) or a YAML file, which may extend one; options override it."""
     url: str | None = local(None)
     """Measure a running server, such as http://127.0.0.1:8000, instead of starting one."""
     server: Literal["falconet", "triton", "both"] = "falconet"
@@ -1019,6 +1019,16 @@ class Upload:
 
 
 # What a value means, for the code that takes it.
+
+# Options of a model that its weights leave open: only new weights, training or speed depend on them.
+_OPEN_WITH_WEIGHTS = (
+    *("model", "weight_init", "zero_init", "batchnorm_momentum", "disable_stable_batchnorm", "enable_fast_groupnorm"),
+    *("efficientnet_dropout", "efficientnet_drop_path", "proxy_recompute"),
+)
+# All others, as they are typed: with another value of one of them, the same weights compute something else.
+BOUND_TO_WEIGHTS = tuple(
+    field.name.replace("_", "-") for field in fields(Model) if field.name not in _OPEN_WITH_WEIGHTS
+)
 
 REDUCED = {224: 160, 380: 252}  # the originals' pairs of sides, in pixels
 MULTIPLE = 4  # pixels; every other reduced side is rounded to it

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from falconet.config.fields import Option
-from falconet.config.settings import Setting, from_file, from_mapping, read_yaml
+from falconet.config.settings import Setting, from_mapping, read_options, read_yaml
 from falconet.errors import ConfigError, did_you_mean
 
 PHOTOS = "photos"  # the config of a training that names a folder of photos and no config
@@ -18,26 +18,27 @@ Entry = Mapping[str, object]
 
 def from_config(name: str, options: Mapping[str, Option], *, use: Use = "train") -> list[Setting]:
     """The settings of a named config, or of the user's YAML file; those of the configs it extends come first."""
-    if name.endswith((".yaml", ".yml")):
-        return from_file(Path(name), options)
     settings = []
-    for each in _chain(name, use):
-        stated = {key: value for key, value in all_configs(use)[each].items() if _is_option(key)}
-        settings += from_mapping(stated, options, source=source_of(each))
+    for source, stated in _chain(name, use):
+        settings += from_mapping(stated, options, source=source)
     return settings
 
 
+def is_file(name: str) -> bool:
+    """Whether a config, or the source of a value, is the user's YAML file."""
+    return name.endswith((".yaml", ".yml"))
+
+
 def source_of(name: str) -> str:
-    """The source of a value that a named config states."""
-    return f"config {name}"
+    """The source of a value that a config states."""
+    return name if is_file(name) else f"config {name}"
 
 
 def values_of(name: str, *, use: Use = "train") -> dict[str, object]:
     """Every value of a named config, with those it extends, by option name; empty for an unknown name."""
     if name not in all_configs(use):
         return {}
-    entries = (all_configs(use)[each] for each in _chain(name, use))
-    return {key.replace("_", "-"): value for entry in entries for key, value in entry.items() if _is_option(key)}
+    return {key.replace("_", "-"): value for _, stated in _chain(name, use) for key, value in stated.items()}
 
 
 def about(name: str, *, use: Use = "train") -> str:
@@ -79,23 +80,29 @@ def families() -> dict[str, dict[str, Entry]]:
     return found
 
 
-def _chain(name: str, use: Use) -> list[str]:
-    """A config and those it extends, the most basic first."""
-    configs = all_configs(use)
-    if name not in configs:
-        raise ConfigError(_unknown(name, use))
-    parent = configs[name].get(EXTENDS)
-    return [*(_chain(str(parent), use) if parent else []), name]
-
-
-def _is_option(key: str) -> bool:
-    return key not in (ABOUT, DEVIATIONS, EXTENDS)
+def _chain(name: str, use: Use, *, extending: tuple[str, ...] = ()) -> list[tuple[str, Entry]]:
+    """The source and the options of a config and those it extends, the most basic first; `extending`: those above."""
+    where = f"{extending[-1]}: {EXTENDS}" if extending else "--config"
+    if is_file(name):
+        if Path(name).resolve() in [Path(each).resolve() for each in extending]:
+            raise ConfigError(f"{where}: '{name}' extends this file in turn, expected a config that does not")
+        content: Entry = read_options(Path(name))
+    elif name in all_configs(use):
+        content = all_configs(use)[name]
+    else:
+        raise ConfigError(f"{where}: {_unknown(name, use)}")
+    own = source_of(name), {key: value for key, value in content.items() if key not in (ABOUT, DEVIATIONS, EXTENDS)}
+    if EXTENDS not in content:
+        return [own]
+    parent = str(content[EXTENDS])
+    beside = str(Path(name).parent / parent) if is_file(parent) else parent
+    return [*_chain(beside, use, extending=(*extending, name)), own]
 
 
 def _unknown(name: str, use: Use) -> str:
     other: Use = "bench infer" if use == "train" else "train"
     if name in all_configs(other):
-        return f"--config: '{name}' is a config for `falconet {other}`, not for `falconet {use}`"
+        return f"'{name}' is a config for `falconet {other}`, not for `falconet {use}`"
     configs = all_configs(use)
     meant = did_you_mean(name, configs) or f"; `falconet configs` lists all {len(configs)}"
-    return f"--config: no config is named '{name}'{meant}"
+    return f"no config is named '{name}'{meant}"

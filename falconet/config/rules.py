@@ -1,13 +1,14 @@
 """What may not be combined: one table of rules, and the derived facts that rules and runs share."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from typing import Any, Literal
 
 from falconet.config.commands import TrainOptions
 from falconet.config.options import (
     ALLOWED,
+    BOUND_TO_WEIGHTS,
     MODELS,
     Augmentation,
     Inference,
@@ -25,10 +26,11 @@ PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many
 _AUTO = re.compile(r"auto:\d{1,4}")
 
 
-def check(options: object) -> None:
-    """Raise ConfigError for the first rule that the options break."""
+def check(options: object, *, but: Collection["Rule"] = ()) -> None:
+    """Raise ConfigError for the first rule that the options break; `but`: rules that they need not follow yet."""
     for sections, rule in RULES:
-        problem = rule(options) if all(hasattr(options, section) for section in sections) else None
+        holds = rule not in but and all(hasattr(options, section) for section in sections)
+        problem = rule(options) if holds else None
         if problem:
             raise ConfigError(problem)
 
@@ -208,19 +210,11 @@ def _colours_are_three(options: Any) -> str | None:
     return None
 
 
-# Options of a model that published weights leave open; any other changes what they compute.
-_OPEN_WITH_WEIGHTS = (
-    *("model", "weight_init", "zero_init", "norm_eps", "norm_num_groups", "norm_grouping", "enable_fast_groupnorm"),
-    *("disable_stable_batchnorm", "batchnorm_momentum", "efficientnet_dropout", "efficientnet_drop_path"),
-    *("proxy_epsilon", "proxy_recompute"),
-)
-
-
 def unfit_for_weights(model: Model) -> str | None:
     """Name the option that published weights do not fit, not the tensors whose shape it changes."""
-    for field in fields(model):
-        if field.name not in _OPEN_WITH_WEIGHTS and getattr(model, field.name) != field.default:
-            name = field.name.replace("_", "-")
+    for name in BOUND_TO_WEIGHTS:
+        field = name.replace("-", "_")
+        if getattr(model, field) != getattr(Model, field):
             return (
                 f"--{name}: the published weights of {model.model} were trained without it; expected --pretrained none,"
                 f" which starts with random weights, or --pretrained PATH, a file that was trained with --{name}"
@@ -321,6 +315,12 @@ def _one_choice_of_weights(options: Any) -> str | None:
         return "--freeze: contradicts --trainable, which names what is trained; expected one of the two"
     if training.freeze is not None and options.fine_tuning.half_res_training:
         return "--freeze: does not work with --half-res-training; expected --fine-tune-first-trainable-layer"
+    tuning = options.fine_tuning
+    if training.trainable and tuning.half_res_training and tuning.fine_tune_first_trainable_layer is not None:
+        return (
+            "--trainable: contradicts --fine-tune-first-trainable-layer, which alone says what fine-tuning trains;"
+            " expected one of the two"
+        )
     if training.unfreeze_after is not None and training.freeze is None:
         return "--unfreeze-after: needs --freeze, which says what is frozen until then"
     if training.freeze_after is not None and training.freeze is None:
@@ -348,7 +348,7 @@ def _unfreezing_is_undivided(options: Any) -> str | None:
     return None
 
 
-def _warmup_ends_before_training(options: Any) -> str | None:
+def warmup_ends_before_training(options: Any) -> str | None:
     warmup, epochs = options.learning_rate.warmup_epoch, options.training.epoch
     if epochs == "auto" or warmup <= epochs or options.training.updates is not None:  # else it depends on the data
         return None
@@ -679,7 +679,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (  # the sections that a rule 
     (("augmentation", "data"), _mixing_needs_partners),
     (("training", "fine_tuning"), _one_choice_of_weights),
     (("training", "optimizer", "parallel"), _unfreezing_is_undivided),
-    (("learning_rate", "training"), _warmup_ends_before_training),
+    (("learning_rate", "training"), warmup_ends_before_training),
     (("learning_rate",), _one_factor_per_drop),
     (("logging",), _histograms_need_a_sink),
     (("averaging", "checkpoints"), _averaging_needs_checkpoints_kept),

@@ -103,10 +103,8 @@ def refuse_assignment(word: str, options: Mapping[str, Option]) -> None:
         raise ConfigError(f"got '{word}', expected options with dashes; did you mean '{meant} {value}'?")
 
 
-def from_mapping(mapping: object, options: Mapping[str, Option], *, source: str) -> list[Setting]:
+def from_mapping(mapping: Mapping[str, object], options: Mapping[str, Option], *, source: str) -> list[Setting]:
     """Options written as YAML or JSON: text, numbers, booleans, and lists of them."""
-    if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{source}: got {_kind(mapping)}, expected options, such as `epoch: 10`")
     settings, keys = [], dict[str, object]()
     for key, value in mapping.items():
         name = str(key).replace("_", "-")
@@ -122,12 +120,12 @@ def from_mapping(mapping: object, options: Mapping[str, Option], *, source: str)
     return settings
 
 
-def from_file(path: Path, options: Mapping[str, Option]) -> list[Setting]:
-    """A YAML file of options."""
+def read_options(path: Path) -> dict[str, object]:
+    """The options in a YAML file, by key as written."""
     content = read_yaml(path)
-    if isinstance(content, dict):
-        content = {key: value for key, value in content.items() if key not in RETIRED}
-    return from_mapping(content, options, source=str(path))
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: got {_kind(content)}, expected options, such as `epoch: 10`")
+    return {key: value for key, value in content.items() if key not in RETIRED}
 
 
 class Unrepeated(yaml.constructor.BaseConstructor):

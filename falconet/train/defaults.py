@@ -9,8 +9,8 @@ from falconet.checkpoint.initial_weights import Asked, InitialWeights
 from falconet.config import commands, rules
 from falconet.config.fields import value_or
 from falconet.config.load import LOWERED, Loaded, Options
-from falconet.config.recipes import PHOTOS, source_of
-from falconet.config.settings import CHECKPOINT, WEIGHTS
+from falconet.config.recipes import EXTENDS, PHOTOS, is_file, source_of
+from falconet.config.settings import CHECKPOINT, WEIGHTS, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, refitted
 from falconet.errors import CheckpointError, ConfigError
 from falconet.models import pretrained
@@ -67,11 +67,19 @@ def fitted(loaded: Loaded[Options], weights: InitialWeights) -> Loaded[Options]:
     return replace(made, sources=sources)
 
 
-def weight_notes(options: commands.TrainOptions, initial: InitialWeights | None) -> tuple[str, ...]:
-    """Say why a run with --pretrained auto starts with random weights."""
-    if options.training.pretrained != "auto" or initial or options.training.init_path:
+def weight_notes(loaded: Loaded[commands.TrainOptions], initial: InitialWeights | None) -> tuple[str, ...]:
+    """Say why a run starts with random weights, where published ones may be expected."""
+    options, sources = loaded.options, loaded.sources
+    if initial or options.training.init_path:
         return ()
-    return (f"there are no published weights for {options.model.model}: it starts with random ones",)
+    if options.training.pretrained == "auto":
+        return (f"there are no published weights for {options.model.model}: it starts with random ones",)
+    files = filter(is_file, sources.values())
+    if options.data.data == "folder" and not is_asked_for(sources.get("pretrained")) and (file := next(files, None)):
+        return (
+            f"{file} has no `{EXTENDS}: {PHOTOS}`: what it leaves out has general defaults, such as random weights",
+        )
+    return ()
 
 
 def _has_published(options: commands.TrainOptions) -> bool:

@@ -98,7 +98,7 @@ def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventi
     again = restarted or (loaded.options.run.resume and restored is not None)
     _check_restarts(loaded.options)
     ignored = left_out(loaded, restored.manifest.config) if restored else {}
-    notes = defaults.weight_notes(loaded.options, initial) if restored is None else ()
+    notes = defaults.weight_notes(loaded, initial) if restored is None else ()
     notes += tuple(
         f"--{name} is not taken from a checkpoint; add it to the command line to {does}"
         for name, does in ignored.items()

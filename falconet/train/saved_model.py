@@ -9,7 +9,7 @@ from torch import nn
 
 from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.foreign import fitting_model, load_foreign, load_weights, read_file, read_weights
-from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.manifest import MANIFEST, Manifest
 from falconet.checkpoint.origin import Origin, find_origin, own_origin
 from falconet.config.commands import TrainOptions, ValidateOptions
 from falconet.config.fields import options_of, value_or
@@ -188,16 +188,17 @@ def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
 def with_origin(loaded: Loaded[TrainOptions]) -> tuple[Loaded[TrainOptions], tuple[str, ...]]:
     """The options of the model that follow from the weights of --init-path, and what to print about them.
 
-    They are stored with the run, which needs the file only once. A missing file is reported where it is read.
+    They are stored with the run, which needs the weights only once. Missing ones are reported where they are read.
     """
     path = loaded.options.training.init_path
     if path is None or not path.exists():
         return loaded, ()
-    if path.is_file():
-        asked = is_asked_for(loaded.sources.get("model"))
-        origin = find_origin(read_file(path), model=loaded.options.model.model if asked else None)
+    asked = loaded.options.model.model if is_asked_for(loaded.sources.get("model")) else None
+    if path.is_file() and not (path.parent / MANIFEST).exists():
+        origin = find_origin(read_file(path), model=asked)
     else:
-        origin = own_origin(format.choose(path, "best", lambda _: None).manifest)
+        folder = path.parent if path.is_file() else path
+        origin = own_origin(format.choose(folder, "best", lambda _: None).manifest, model=asked)
     known = options_of(TrainOptions)
     of_model = {name: value for name, value in origin.options.items() if known[name].path[0] == "model"}
     if not of_model:

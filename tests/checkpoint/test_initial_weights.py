@@ -11,7 +11,7 @@ import torchvision
 
 from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.initial_weights import find, pretrained_model
-from falconet.config.options import Data, Model
+from falconet.config.options import BOUND_TO_WEIGHTS, Data, Model
 from falconet.data.preprocessing import Preprocessing
 from falconet.errors import CheckpointError
 from falconet.models import pretrained, zoo
@@ -172,6 +172,39 @@ def test_options_that_leave_no_room_are_not_changed():
     assert inputs.table(Data(normalization="image")).keys() == every - {"pixel-mean", "pixel-deviation"}
     assert inputs.table(Data(antialias=False)).keys() == every - {"interpolation"}
     assert inputs.table(Data(validation_crop="whole")).keys() == every - {"validation-crop-ratio"}
+
+
+SAME_SHAPES = [  # a model, and an option of it that changes no weight's shape
+    ("resnet18", {}, {"weight_init": "he"}),
+    ("resnet18", {}, {"zero_init": "last"}),
+    ("resnet18", {}, {"batchnorm_momentum": 0.5}),
+    ("resnet18", {}, {"disable_stable_batchnorm": True}),
+    ("resnet18", {}, {"norm_eps": 0.1}),
+    ("resnet18", {}, {"padding": "same"}),
+    ("resnet18", {"norm_type": "group"}, {"norm_num_groups": 16}),
+    ("resnet18", {"norm_type": "group"}, {"norm_grouping": "strided"}),
+    ("resnet18", {"norm_type": "group"}, {"enable_fast_groupnorm": True}),
+    ("resnet50", {}, {"bottleneck_stride": "1x1"}),
+    ("resnet14-cifar", {}, {"shortcut_padding": "both"}),
+    ("efficientnet-b0", {}, {"efficientnet_activation": "relu"}),
+    ("efficientnet-b0", {}, {"efficientnet_dropout": 0.9}),
+    ("efficientnet-b0", {}, {"efficientnet_drop_path": 0.9}),
+    ("efficientnet-b0", {"norm_type": "group", "norm_num_groups": 4, "proxy_norm": True}, {"proxy_epsilon": 0.5}),
+    ("efficientnet-b0", {"norm_type": "group", "norm_num_groups": 4, "proxy_norm": True}, {"proxy_recompute": False}),
+    ("speednet8-cifar", {}, {"speednet_activation": "silu"}),
+]
+
+
+@pytest.mark.parametrize(("name", "fixed", "changed"), SAME_SHAPES, ids=[next(iter(each[2])) for each in SAME_SHAPES])
+def test_what_weights_compute_depends_on_the_options_that_are_bound_to_them(name, fixed, changed):
+    plain = spread(zoo.build(name, classes=3, seed=1, zero_init="none" if "resnet" in name else "auto", **fixed))
+    other = zoo.build(name, classes=3, seed=2, **fixed, **changed).eval()
+    other.load_state_dict(plain.state_dict())
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        is_same = torch.allclose(plain(images), other(images), rtol=1e-4, atol=1e-6)
+    (option,) = changed
+    assert is_same == (option.replace("_", "-") not in BOUND_TO_WEIGHTS)
 
 
 @pytest.mark.parametrize("better", ["model", "ema"])

@@ -1,12 +1,13 @@
 """What a weights file says, or its names show, about the model that it is for."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from falconet.checkpoint.foreign import WeightsFile
-from falconet.checkpoint.origin import find_origin
+from falconet.checkpoint.origin import find_origin, own_origin
 from falconet.models import zoo
 
 
@@ -82,11 +83,27 @@ def test_another_model_on_the_line_discards_the_arguments():
     assert find_origin(file, model="resnet50").options == {"model": "resnet50", "norm-type": "group"}
 
 
+def test_a_run_gives_what_it_stated_about_its_model():
+    stated = {
+        "lr": ("0.1", "command line"),
+        "norm-eps": ("0.01", "pretrained weights"),
+        "bottleneck-stride": ("1x1", "command line"),
+        "zero-init": ("last", "config photos"),
+        "padding": ("symmetric", "default"),
+        "model": ("resnet50", "config photos"),
+    }
+    config = {name: {"value": value, "source": source} for name, (value, source) in stated.items()}
+    run = SimpleNamespace(model="resnet50", config=config)
+    expected = {"model": "resnet50", "norm-eps": "0.01", "bottleneck-stride": "1x1"}
+    assert own_origin(run, model=None).options == own_origin(run, model="resnet50").options == expected
+    assert own_origin(run, model="resnet18").options == {}
+
+
 def test_the_line_about_it_leaves_out_what_the_command_line_sets():
     origin = find_origin(
         WeightsFile(Path("w.pt"), {"w": torch.ones(1)}, {"model": "resnet50", "norm_type": "group"}), model=None
     )
-    everywhere = {"model": "checkpoint", "norm-type": "checkpoint"}
+    everywhere = {"model": "pretrained weights", "norm-type": "pretrained weights"}
     assert origin.line(everywhere) == "w.pt was trained with: --model resnet50 --norm-type group"
     assert origin.line(everywhere | {"model": "command line"}) == "w.pt was trained with: --norm-type group"
     assert origin.line({}) is None

@@ -78,7 +78,7 @@ def test_training_that_starts_with_them_keeps_the_side(falconet, published):
     assert answer.code == 0, answer.err
     assert f"note: {CONCLUDED}" in answer.out
     assert "warning" not in answer.out
-    assert "shortcut-padding: both  # checkpoint" in Path("a/config.yaml").read_text()
+    assert "shortcut-padding: both  # pretrained weights" in Path("a/config.yaml").read_text()
     Path(published).unlink()
     found = measured(falconet("validate --checkpoint-input-path a"))
     assert found == pytest.approx(accuracy(Path("a")), abs=0.01)

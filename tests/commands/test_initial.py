@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from falconet.checkpoint import format
@@ -68,6 +69,36 @@ def test_unfit_or_missing_weights_are_refused_in_one_line(falconet):
         answer = falconet(f"train {TINY} --run-dir c {line}")
         assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
         assert message in answer.err
+
+
+COMPUTED = "--model resnet14-cifar --shortcut-padding both --padding same --norm-eps 0.01"
+
+
+def test_run_takes_over_what_the_other_stated_about_its_model(falconet, tmp_path):
+    assert falconet(f"train {TINY} {COMPUTED} --batchnorm-momentum 0.3 --run-dir a --epoch 1").code == 0
+    (folder,) = format.checkpoints_in(tmp_path / "a")
+    for place in ("a", folder, folder / "model.safetensors"):
+        answer = falconet(f"train {TINY} --init-path {place} --norm-eps 0.1 --plan")
+        assert answer.code == 0, answer.err
+        taken = "--model resnet14-cifar --padding same --shortcut-padding both"
+        assert f"note: the checkpoint was trained with: {taken}\n" in answer.out
+        options = yaml.safe_load(answer.out.partition("\n\n")[2])
+        assert (options["model"], options["padding"], options["norm-eps"]) == ("resnet14-cifar", "same", 0.1)
+        assert options["batchnorm-momentum"] == "auto"
+    for option in ("--init-path", "--pretrained"):
+        answer = falconet(f"train {TINY} --model speednet8-cifar {option} a --run-dir b")
+        assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
+        assert "does not fit speednet8-cifar: " in answer.err
+
+
+def test_resumed_run_needs_the_other_run_no_more(falconet, tmp_path):
+    assert falconet(f"train {TINY} {COMPUTED} --run-dir a --epoch 1").code == 0
+    line = f"train {TINY} --epoch 1 --run-dir b --init-path a --resume"
+    assert falconet(line).code == 0
+    shutil.rmtree(tmp_path / "a")
+    answer = falconet(line)
+    assert answer.code == 0, answer.err
+    assert "nothing left to train" in answer.out
 
 
 DRAWN = "--weight-init channels --zero-init none"

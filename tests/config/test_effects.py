@@ -3,10 +3,10 @@
 import pytest
 
 from falconet.config import commands
-from falconet.config.effects import ELSEWHERE, OTHERWISE, notes
+from falconet.config.effects import ELSEWHERE, OTHERWISE, REPLACED_BY, notes
 from falconet.config.fields import options_of
 from falconet.config.load import load
-from falconet.config.settings import from_checkpoint, from_line
+from falconet.config.settings import LINE, Setting, from_checkpoint, from_line
 
 COMMANDS = {
     "train": commands.TrainOptions,
@@ -70,6 +70,18 @@ def test_option_with_effect_is_not_noted(line):
     assert noted(line) == []
 
 
+WITHOUT_LENGTH = ["--epoch has no effect without a length in epochs: --updates replaces it"]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "updates", "expected"),
+    [("config digits", LINE, []), (LINE, LINE, WITHOUT_LENGTH), ("mine.yaml", "mine.yaml", WITHOUT_LENGTH)],
+)
+def test_what_the_line_replaces_of_a_config_is_not_noted(epoch, updates, expected):
+    loaded = load(commands.TrainOptions, [Setting("epoch", ("7",), epoch), Setting("updates", ("5",), updates)])
+    assert list(notes(loaded.options, loaded.sources)) == expected
+
+
 def test_checkpoint_options_without_effect_are_not_noted():
     options = options_of(commands.AverageOptions)
     loaded = load(commands.AverageOptions, from_checkpoint({"micro-batch-size": {"value": "8"}}, options))
@@ -80,3 +92,4 @@ def test_tables_name_real_options():
     for command, rows in ELSEWHERE.items():
         assert {name for name, _, _ in rows} <= options_of(command).keys()
     assert all(name in options_of(command) for command, name in OTHERWISE)
+    assert {*REPLACED_BY, *REPLACED_BY.values()} <= options_of(commands.TrainOptions).keys()

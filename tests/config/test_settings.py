@@ -9,7 +9,7 @@ from falconet.config.commands import PackOptions, TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load, load_options, read_line
 from falconet.config.recipes import from_config
-from falconet.config.settings import from_checkpoint, from_environment, from_file, from_line, from_mapping
+from falconet.config.settings import from_checkpoint, from_environment, from_line, from_mapping
 from falconet.errors import ConfigError
 
 OPTIONS = options_of(TrainOptions)
@@ -109,12 +109,43 @@ def test_mistake_in_a_file_names_the_file(text, message, tmp_path, monkeypatch):
     assert "\n" not in str(mistake.value)
 
 
+def test_file_extends_a_named_config_or_another_file(tmp_path):
+    (tmp_path / "team").mkdir()
+    (tmp_path / "team/base.yaml").write_text(f"extends: photos\ndata-dir: {tmp_path}\nlr: 0.1\nepoch: 7\n")
+    (tmp_path / "mine.yaml").write_text("about: ours\nextends: team/base.yaml\nepoch: 3\n")
+    loaded = load(TrainOptions, from_config(str(tmp_path / "mine.yaml"), OPTIONS))
+    assert (loaded.options.training.epoch, loaded.options.learning_rate.lr) == (3, 0.1)
+    assert (loaded.options.training.pretrained, loaded.options.optimizer.optimizer) == ("auto", "adamw")
+    assert loaded.sources["epoch"] == str(tmp_path / "mine.yaml")
+    assert loaded.sources["lr"] == str(tmp_path / "team/base.yaml")
+    assert loaded.sources["optimizer"] == "config photos"
+
+
+EXTENDED = {
+    "extends: photo": "c.yaml: extends: no config is named 'photo'; did you mean 'photos'?",
+    "extends: [photos]": "c.yaml: extends: no config is named '['photos']'",
+    "extends: none.yaml": "none.yaml: cannot be read: No such file or directory",
+    "extends: c.yaml": "c.yaml: extends: 'c.yaml' extends this file in turn, expected a config that does not",
+    "extends: ./up.yaml": "up.yaml: extends: 'c.yaml' extends this file in turn, expected a config that does not",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), EXTENDED.items())
+def test_mistake_in_what_a_file_extends_names_the_file(text, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(text)
+    (tmp_path / "up.yaml").write_text("extends: c.yaml")
+    with pytest.raises(ConfigError) as mistake:
+        from_config("c.yaml", OPTIONS)
+    assert str(mistake.value).startswith(message)
+
+
 def test_missing_or_binary_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none.yaml: cannot be read: No such file"):
-        from_file(tmp_path / "none.yaml", OPTIONS)
+        from_config(str(tmp_path / "none.yaml"), OPTIONS)
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"b.yaml: is not a text file"):
-        from_file(tmp_path / "b.yaml", OPTIONS)
+        from_config(str(tmp_path / "b.yaml"), OPTIONS)
 
 
 def test_unknown_config_suggests_the_nearest_name():
@@ -176,7 +207,7 @@ def test_a_list_with_nothing_behind_it_is_empty():
 
 def test_yaml_numbers_keep_their_spelling(tmp_path):
     (tmp_path / "c.yaml").write_text("precision: 32.32\nweight_decay: 1e-05\nlr_epoch_decay: [30, 60]\nwandb: true\n")
-    result = load(TrainOptions, from_file(tmp_path / "c.yaml", OPTIONS)).options
+    result = load(TrainOptions, from_config(str(tmp_path / "c.yaml"), OPTIONS)).options
     assert result.machine.precision == "32.32"
     assert result.optimizer.weight_decay == 1e-5
     assert result.learning_rate.lr_epoch_decay == (30.0, 60.0)
@@ -186,7 +217,7 @@ def test_yaml_numbers_keep_their_spelling(tmp_path):
 def test_written_config_is_read_back_the_same(tmp_path):
     first = loaded("--lr 0.30000000000000004 --lr-epoch-decay 1 2.5 --lr-schedule step --wandb --data-dir /a:b/c#d")
     (tmp_path / "config.yaml").write_text(first.to_yaml())
-    again = load(TrainOptions, from_file(tmp_path / "config.yaml", OPTIONS))
+    again = load(TrainOptions, from_config(str(tmp_path / "config.yaml"), OPTIONS))
     assert again.options == first.options
     stored = load(TrainOptions, from_checkpoint(first.table(), OPTIONS)).options
     assert stored.data == first.options.data

@@ -73,6 +73,10 @@ def test_one_epoch_of_photos_is_not_all_warm_up(falconet, tmp_path):
     assert planned(falconet(f"{line} --epoch 1 --plan"))["warmup-epoch"] == 0.1
     assert planned(falconet(f"{line} --epoch 1 --warmup-epoch 1 --plan"))["warmup-epoch"] == 1  # the line's
     assert planned(falconet(f"{line} --updates 18 --plan"))["warmup-epoch"] == 0.05
+    assert planned(falconet(f"{line} --epoch 0.5 --plan"))["warmup-epoch"] == 0.05
+    asked = falconet(f"{line} --epoch 0.5 --warmup-epoch 1 --plan")
+    assert asked.code == 2
+    assert "--epoch: got 0.5, but --warmup-epoch is 1; expected --warmup-epoch 0.05 too" in asked.err
 
 
 def test_a_dozen_photos_learn_in_their_first_epoch(falconet, tmp_path):

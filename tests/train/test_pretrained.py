@@ -160,6 +160,7 @@ def test_a_plan_downloads_nothing(falconet, monkeypatch):
 UNFIT = {
     "--norm-type group": "norm-type",
     "--padding same": "padding",
+    "--norm-eps 0.01": "norm-eps",
     "--mobilenet-wide-head": "mobilenet-wide-head",
     "--input-image-padding": "input-image-padding",
 }
