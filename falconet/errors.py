@@ -50,9 +50,9 @@ class DeviceError(UserError):
 class ShortageError(DeviceError):
     """Memory that ran out in an update or a validation."""
 
-    def __init__(self, short: str, *, helps: str, after: str) -> None:
+    def __init__(self, short: str, *, helps: str, after: str, phase: int) -> None:
         """`short`: what ran out; `helps`: what needs less of it; `after`: what is left of the run."""
-        self.short, self.after = short, after
+        self.short, self.helps, self.after, self.phase = short, helps, after, phase
         super().__init__(f"{short}; {helps}; {after}")
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 
-from falconet.errors import NO_ROOM, LinkError
+from falconet.errors import NO_ROOM, ConfigError, LinkError
 
 SCRATCH, MARK = "falconet-scratch-", ".scratch"  # a folder's name starts with the first, and it holds the second
 ABANDONED = 60.0  # seconds without a new file; the workers of a killed launcher end within half of that
@@ -134,6 +134,17 @@ def probe(folder: Path) -> None:
     with _below(folder, f".writable-{secrets.token_hex(8)}") as (parent, name):
         os.close(os.open(name, _NEW, MODE, dir_fd=parent))
         os.unlink(name, dir_fd=parent)
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Create the folder of a file, and refuse now what could not be written after hours of work."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe(path.parent)
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write to {path}: {error.strerror or error}") from error
+    if path.is_dir():
+        raise ConfigError(f"{option}: {path} is a folder, expected a file")
 
 
 @contextlib.contextmanager

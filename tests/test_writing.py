@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from falconet import writing
-from falconet.errors import LinkError
+from falconet.errors import ConfigError, LinkError
 
 WRITERS = {
     "replace": lambda folder, name: writing.replace(folder, name, "new"),
@@ -66,6 +66,15 @@ def test_folder_itself_may_be_a_link(places, tmp_path):
     assert (folder / "sub/file").read_text() == "text"
     writing.probe(tmp_path / "short")
     assert names(folder) == ["sub"]
+
+
+def test_a_file_that_could_not_be_written_is_refused_and_its_folder_is_created(tmp_path):
+    writing.require_writable(tmp_path / "new/folder/t.csv", "--output")
+    assert names(tmp_path / "new/folder") == []
+    (tmp_path / "file").write_text("")
+    for path, why in (("file/t.csv", "--output: cannot write to "), ("new", "--output: .* is a folder, expected a")):
+        with pytest.raises(ConfigError, match=why):
+            writing.require_writable(tmp_path / path, "--output")
 
 
 def test_link_made_after_the_check_is_not_followed(places, monkeypatch):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
+from falconet import exits
 from falconet.bench.spec import Benchmark
 from falconet.errors import ConfigError, did_you_mean
 from falconet.parallel import host
@@ -251,16 +252,22 @@ class _Child:
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, so that a stop by a scheduler also keeps what was measured."""
+    """Treat SIGTERM and a lost terminal as Ctrl-C: what was done is kept, and what was started is ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _interrupt)}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else `nohup`
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: object) -> None:  # noqa: ARG001
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_IGN)  # the system sends it, and then the shell
+    exits.forget_lost_terminal()
     raise KeyboardInterrupt

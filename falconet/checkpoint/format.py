@@ -186,6 +186,19 @@ def checkpoints_in(path: Path) -> list[Path]:
     return found or [path] * looks_like_one(path)
 
 
+def undamaged(path: Path, note: Callable[[str], None]) -> list[Path]:
+    """The checkpoints of `checkpoints_in` that are whole, file by file; the others are noted."""
+    found = []
+    for folder in checkpoints_in(path):
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            note(f"passed over {error}")
+        else:
+            found.append(folder)
+    return found
+
+
 def choose(path: Path, which: Which, note: Callable[[str], None]) -> Checkpoint:
     """Find one checkpoint in a folder of them or a run folder; a path that is a checkpoint is taken itself.
 

@@ -110,14 +110,7 @@ def _is_average(folder: Path) -> bool:
 
 def _whole(path: Path, say: Say) -> list[Path]:
     """The undamaged checkpoints of a run, oldest first."""
-    whole = []
-    for folder in format.checkpoints_in(path):
-        try:
-            format.verify(folder)
-        except CheckpointError as error:
-            say(f"passed over {error}")
-        else:
-            whole.append(folder)
+    whole = format.undamaged(path, say)
     if not whole:
         raise CheckpointError(
             f"{path}: contains no undamaged checkpoint; expected a run folder or a folder of checkpoints"

@@ -1,6 +1,9 @@
 """`falconet recipe verify`: train a named config again, and say whether it still reaches what was recorded."""
 
+import contextlib
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -9,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from falconet import writing
+from falconet.bench.execution import terminated_as_interrupted
 from falconet.config import recipes
 from falconet.config.commands import RecipeVerifyOptions
 from falconet.config.evidence import Evidence, TrainedOnce, evidence_of
@@ -16,6 +20,7 @@ from falconet.config.load import Loaded
 from falconet.config.options import Recipe
 from falconet.errors import ConfigError, Interrupted, WorldError, did_you_mean
 from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
+from falconet.parallel.host import none_left
 from falconet.report import folders
 from falconet.report.console import Say, Screen, counted
 from falconet.report.run_files import SUMMARY
@@ -28,10 +33,11 @@ def run(loaded: Loaded[RecipeVerifyOptions]) -> int:
     name = _known(asked.name)
     recorded = None if asked.record else evidence_of(name)
     if asked.record:
-        _require_writable(asked.record)  # not after hours of training
+        writing.require_writable(asked.record, "--record")
     home = asked.runs if isinstance(asked.runs, Path) else folders.numbered(folders.home("runs"), f"recipe_{name}")
     say(f"{name}: {counted(asked.seeds, 'run')} in {home}")
-    runs = tuple(_trained(asked, name, home, say))
+    with none_left(), terminated_as_interrupted():
+        runs = tuple(_trained(asked, name, home, say))
     if asked.record:
         found = evidence_in(name, home, runs)
         writing.replace(asked.record.parent, asked.record.name, found.to_json())
@@ -54,16 +60,6 @@ def _known(name: str | None) -> str:
     if name not in known:
         raise ConfigError(f"--name: '{name}' is not a named config{did_you_mean(name, known)}")
     return name
-
-
-def _require_writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        writing.probe(path.parent)
-    except OSError as error:
-        raise ConfigError(f"--record: cannot write to {path}: {error.strerror or error}") from error
-    if path.is_dir():
-        raise ConfigError(f"--record: {path} is a folder, expected a file, as in {path / 'evidence.json'}")
 
 
 def _trained(asked: Recipe, name: str, home: Path, say: Say) -> Iterator[TrainedOnce]:
@@ -90,8 +86,12 @@ def _trained(asked: Recipe, name: str, home: Path, say: Say) -> Iterator[Trained
 
 
 def _ended(words: Sequence[str], log: Path, say: Say) -> int:
-    """The exit code of a program that is waited for, also after Ctrl-C, which it hears too: it saves, then ends."""
-    with log.open("w") as out, subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT) as program:
+    """The exit code of a program that is waited for; Ctrl-C is passed on to it, and it saves before it ends."""
+    with (
+        log.open("w") as out,
+        # In a session of its own: a signal reaches it once, from here, whether it was sent to this process or to all.
+        subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True) as program,
+    ):
         is_stopped = False
         while True:
             try:
@@ -100,6 +100,8 @@ def _ended(words: Sequence[str], log: Path, say: Say) -> int:
                 if not is_stopped:
                     say("stopping once the run has saved (Ctrl-C again: at once)")
                 is_stopped = True
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(program.pid, signal.SIGINT)
             else:
                 return INTERRUPTED if is_stopped and code == DONE else code
 

@@ -29,7 +29,8 @@ def run(loaded: Loaded[ReportOptions]) -> int:
             writing.replace(target.parent, target.name, run_page.page(runs))
         table = _table_beside(target, is_own=is_own, runs=runs)
         if table is not None:
-            writing.replace(table.parent, table.name, "".join(f"{line}\n" for line in csv_lines(*runs)))
+            text = "".join(f"{line}\n" for line in csv_lines(*runs))
+            writing.replace(table.parent, table.name, text.encode("utf-8", "backslashreplace"))  # as on the page
         drawn = plots.save(runs, target.parent) if options.save_plots else []
     except LinkError as error:
         raise LinkError(error.path, "--output") from None

@@ -29,11 +29,13 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from falconet import writing
+from falconet.bench.execution import terminated_as_interrupted
 from falconet.config.commands import SearchOptions
 from falconet.config.fields import options_of
 from falconet.config.load import Loaded, typed
 from falconet.config.spaces import Choices, Space, spaces_in
 from falconet.errors import ConfigError, Interrupted
+from falconet.parallel.host import none_left
 from falconet.report import folders
 from falconet.report.console import Say, Screen, counted
 from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION
@@ -61,9 +63,10 @@ def run(loaded: Loaded[SearchOptions]) -> int:
     say(f"study {folder}: {counted(len(_finished(study)), 'trial')} of {options.search.budget} done")
     search = Search(study, folder, spaces, tuple(_fixed(loaded, spaces)), options.run.seed, say)
     try:
-        while len(_finished(study)) + _running(study, folder) < options.search.budget:
-            search.try_next()
-            _require_success(_finished(study), folder)
+        with none_left(), terminated_as_interrupted():
+            while len(_finished(study)) + _running(study, folder) < options.search.budget:
+                search.try_next()
+                _require_success(_finished(study), folder)
     except KeyboardInterrupt:
         say(f"stopped; the same command with --study {folder} continues")
         raise Interrupted from None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from falconet import writing
 from falconet.checkpoint import format
 from falconet.config.commands import ValidateOptions
 from falconet.config.fields import value_or
@@ -63,11 +64,15 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
             evaluate.require_accuracy(opened.images, "falconet validate")
             style.validated(_validated(_timed(opened, stated, world, say), count=world.size))
         return 0
+    if world.is_first:
+        writing.require_writable(stated.table.output or folder / evaluate.ACCURACIES_FILE, "--output")
     rows: list[Accuracy] = []
     details: list[dict[str, object]] = []
     better: list[Breakdown | Precisions] = []
-    name = ""
+    output = Path()
     for opened in _opened(loaded, screen.line, world):
+        output = stated.table.output or folder / _file_name(path, opened)
+        _require_apart(stated.table.predictions, output)
         answers, images, is_one = Collected(), len(_own(opened, world)), opened.images.label_sets is None
         with Counting(f"validating {opened.name}", total=images, quiet=not world.is_first) as counting:
             observers = [*([answers.add] if is_one else []), _counted(counting, images)]
@@ -80,21 +85,25 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
         rows.append(Accuracy(name=opened.name, epoch=opened.epoch, found=found, classes=len(opened.class_names)))
         details.append(breakdown.measured_json(opened.name, opened.epoch, found, parts))
         better += [parts] if opened.is_better else []
-        name = _file_name(path, opened)
     table = evaluate.tabulate_accuracies(rows)
     if not world.is_first:
         return 0
     evaluate.show_accuracies(table, screen.line)
     for text in (*better[0].lines(), "") if len(better) == 1 else ():
         screen.line(text)
-    output, named = stated.table.output or folder / name, stated.table.output is not None
-    also = output.with_suffix(".json")
+    named, also = stated.table.output is not None, output.with_suffix(".json")
     evaluate.write_accuracies(table, output, option="--output", named=named)
     evaluate.write_result(json.dumps({"models": details}) + "\n", also, option="--output", named=named)
     screen.line(f"written to {output} and {also}")
     if stated.table.predictions:
         screen.line(f"predictions of every image written to {stated.table.predictions}")
     return 0
+
+
+def _require_apart(predictions: Path | None, table: Path) -> None:
+    """Predictions are written first: the table, or its details beside it, would replace them."""
+    if predictions and predictions.resolve() in (table.resolve(), table.with_suffix(".json").resolve()):
+        raise ConfigError(f"--predictions: {predictions} is also written by --output; expected another file")
 
 
 def _counted(counting: Counting, total: int) -> Observe:

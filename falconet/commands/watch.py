@@ -1,5 +1,6 @@
 """`falconet watch`: follow runs as they go, on the terminal or as a page."""
 
+import contextlib
 import os
 import select
 import signal
@@ -164,4 +165,5 @@ class _Keys:
     def _leave(self) -> None:
         signal.signal(signal.SIGTSTP, self._before)
         if self._handle is not None and self._modes is not None:
-            termios.tcsetattr(self._handle, termios.TCSADRAIN, self._modes)
+            with contextlib.suppress(termios.error):  # the terminal is gone
+                termios.tcsetattr(self._handle, termios.TCSADRAIN, self._modes)

@@ -71,7 +71,7 @@ def test_a_timeout_stops_the_process_and_its_children(ended, monkeypatch):
     wait_until_gone(int(found.lines[0]))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_reaches_the_process_and_keeps_its_output(ended, number):
     script = (
         "import time\n"
@@ -83,6 +83,26 @@ def test_an_interrupt_reaches_the_process_and_keeps_its_output(ended, number):
     found = ended(script, echo=lambda line: line == "measured" and os.kill(os.getpid(), number))
     assert found.stopped == "interrupted"
     assert list(found.lines) == ["measured", "saved"]
+
+
+def test_a_terminal_that_is_lost_interrupts_once_and_under_nohup_not_at_all():
+    before = signal.getsignal(signal.SIGHUP)
+
+    def lose_terminal() -> None:
+        try:
+            signal.raise_signal(signal.SIGHUP)  # the system's
+        finally:
+            signal.raise_signal(signal.SIGHUP)  # the shell's
+
+    with pytest.raises(KeyboardInterrupt), execution.terminated_as_interrupted():
+        lose_terminal()
+    assert signal.getsignal(signal.SIGHUP) == before
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with execution.terminated_as_interrupted():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_full_disk_truncates_the_log_without_hanging(tmp_path):

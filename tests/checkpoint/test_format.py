@@ -509,10 +509,18 @@ def test_of_equally_accurate_checkpoints_pruning_keeps_the_lowest_loss(perfect):
 
 @pytest.mark.parametrize(
     ("best", "read"),
-    [([90.0, 4], (90.0, 4, math.inf)), ([90.0, 4, 0.5], (90.0, 4, 0.5)), (None, None), (["x", 4], None)],
+    [
+        ([90.0, 4], (90.0, 4, math.inf, 1.0)),
+        ([90.0, 4, 0.5], (90.0, 4, 0.5, 1.0)),
+        ([90.0, 4, 0.5, 2.0], (90.0, 4, 0.5, 2.0)),
+        (None, None),
+        (["x", 4], None),
+    ],
 )
 def test_the_best_validation_of_older_checkpoints_is_read_too(tmp_path, best, read):
-    assert format.read_manifest(saved(tmp_path / "a", best=best)).best == read
+    """Without its epoch, it is as far as its update is among those of the checkpoint: here 4 of 8, in 2 epochs."""
+    progress = {"epoch": 2, "images": 0, "update": 8}
+    assert format.read_manifest(saved(tmp_path / "a", best=best, progress=progress)).best == read
 
 
 def test_a_path_to_one_checkpoint_is_that_checkpoint(run):

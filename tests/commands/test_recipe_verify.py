@@ -11,6 +11,7 @@ from falconet.commands import recipe_verify
 from falconet.config import evidence, recipes
 from falconet.config.evidence import Evidence, TrainedOnce
 from falconet.errors import ConfigError
+from runs import begin, finish
 
 ROOT = Path(__file__).parents[2]
 # In the place of `falconet train`: writes what a run would, with accuracies from a file.
@@ -148,8 +149,8 @@ import os, signal, time
 stopped = []
 signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
 os.kill(os.getppid(), signal.SIGINT)
-os.kill(os.getpid(), signal.SIGINT)
-time.sleep(1.5)
+for _ in range(3000):
+    time.sleep(0.0 if stopped else 0.01)
 print("saved" if stopped else "not stopped")
 """
 
@@ -161,6 +162,25 @@ def test_an_interruption_waits_for_the_run_to_save(falconet, trainer, monkeypatc
     assert "stopping once the run has saved" in answer.out
     assert Path("r/seed-0.log").read_text() == "saved\n"
     assert not Path("r/seed-1.log").exists()
+
+
+VERIFY = """
+import sys
+from falconet.commands import recipe_verify
+from falconet.cli import main
+recipe_verify.TRAIN = (sys.executable, "trainer.py")
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_a_signal_to_the_verification_alone_reaches_the_run(tmp_path, number):
+    (tmp_path / "trainer.py").write_text(SAVING.replace("getppid(), signal.SIGINT", f"getppid(), signal.{number}"))
+    process = begin("recipe verify digits --runs r", tmp_path, launcher=(sys.executable, "-c", VERIFY))
+    code, out, err = finish(process)
+    assert code == 130, err
+    assert "stopped; what is done is in r" in out
+    assert (tmp_path / "r/seed-0.log").read_text() == "saved\n"
 
 
 def test_a_run_that_fails_is_named_with_its_last_line(falconet, trainer):

@@ -296,6 +296,17 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(falconet, tmp_path):
         assert {row["run"] for row in csv.DictReader(file)} == {"monday/run", "tuesday/run", "other"}
 
 
+def test_runs_whose_folders_have_no_utf_8_names_are_compared(falconet, tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    for folder in (name, "bär"):
+        write_run(tmp_path / folder)
+    answer = falconet(f"report {name} bär --output page.html")
+    assert (answer.code, answer.out) == (0, "written to page.html and page.csv\n")
+    with Path("page.csv").open(newline="", encoding="utf-8") as file:
+        assert {row["run"] for row in csv.DictReader(file)} == {r"caf\udce9", "bär"}
+    assert r"caf\udce9" in Path("page.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     {

@@ -9,6 +9,7 @@ import pytest
 
 import falconet.commands.search as search
 from runs import begin, finish, wait_for
+from watched import wait_until_gone
 
 # Stands for `falconet train`: its accuracy after each epoch grows with --lr; it fails above 0.09.
 TRAINER = """
@@ -146,6 +147,34 @@ def test_a_dead_workers_trial_counts_if_its_training_ended(falconet, trainer, tm
     states = {row["trial"]: (row["state"], row["accuracy"]) for row in trials(tmp_path / "study")}
     assert states["1"] == ("complete", "77.50")
     assert states["2"] == ("fail", "")
+
+
+SLEEPER = """
+import os, pathlib, sys, time
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+pathlib.Path(given["--run-dir"], "pid").write_text(f"{os.getpid()}\\n")
+time.sleep(600)
+"""
+SEARCH = """
+import sys
+from falconet.commands import search
+from falconet.cli import main
+search.TRAIN = (sys.executable, "sleeper.py")
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_search_that_is_ended_leaves_no_trial_running(tmp_path, number):
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    process = begin("search --lr 0.01,0.02 --study s", tmp_path, launcher=(sys.executable, "-c", SEARCH))
+    told = tmp_path / "s/trial-0/pid"
+    wait_for(lambda: told.exists() and told.read_text().endswith("\n"), "a trial")
+    process.send_signal(number)
+    code, out, _ = finish(process)
+    assert code == 130
+    assert out.endswith("stopped; the same command with --study s continues\n")
+    wait_until_gone(int(told.read_text()))
 
 
 @pytest.mark.slow

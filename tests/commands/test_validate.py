@@ -363,8 +363,6 @@ MISTAKES = {
     "r --checkpoint 7": "r: holds no checkpoint of epoch 7; the epochs it has: 1, 2, 3",
     "r --checkpoint latest": "--checkpoint: got 'latest', expected a whole number, at least 0, or best, last or all",
     "--checkpoint-input-path r/plan.txt": "r/plan.txt: truncated, or neither safetensors nor a torch weights file",
-    "--checkpoint-input-path r --output no/such/folder.csv": "--output: cannot write no/such/folder.csv: No such file",
-    "--checkpoint-input-path r --output empty": "--output: cannot write empty: Is a directory",
     "r --output table.json": "--output: got table.json, expected a CSV file; the details are written as JSON",
     "r --predictions no/such.csv": "--predictions: cannot write no/such.csv: No such file or directory",
     "r --predictions x.csv --checkpoint all": "--predictions: takes one checkpoint, got --checkpoint all",
@@ -385,6 +383,32 @@ def test_what_cannot_be_measured_is_refused_in_one_line(falconet, checkpoints, l
     assert answer.err.startswith("falconet validate: ")
     assert message in answer.err
     assert answer.err.count("\n") == 1
+
+
+UNWRITABLE = {
+    "r --output r/plan.txt/t.csv": "--output: cannot write to r/plan.txt/t.csv: File exists",
+    "r --output empty": "--output: empty is a folder, expected a file",
+    "r --output t.csv --predictions ./t.csv": "--predictions: t.csv is also written by --output; expected another file",
+    "r --output t.csv --predictions t.json": "--predictions: t.json is also written by --output; expected another",
+    "r --predictions r/validation.csv": "--predictions: r/validation.csv is also written by --output; expected",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), UNWRITABLE.items())
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(
+    falconet, checkpoints, monkeypatch, line, message
+):
+    monkeypatch.setattr(saved_model, "measure", lambda *_, **__: pytest.fail("measured"))
+    Path("empty").mkdir()
+    answer = falconet(f"validate {line}")
+    assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
+    assert message in answer.err
+
+
+def test_the_folder_of_a_table_is_created(falconet, checkpoints):
+    answer = falconet("validate r --output new/tables/t.csv")
+    assert answer.code == 0, answer.err
+    assert sorted(path.name for path in Path("new/tables").iterdir()) == ["t.csv", "t.json"]
 
 
 def test_images_of_other_classes_are_refused_and_the_difference_named(falconet, image_folder):
