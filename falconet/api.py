@@ -147,7 +147,8 @@ class Run:
     def metrics(self) -> Metrics:
         """Everything that was logged so far, one row per update; a later line of an update adds to its row."""
         rows: dict[int, dict[str, float]] = {}
-        for line in (self.folder / METRICS).read_text(encoding="utf-8").splitlines():
+        # The last line may be incomplete: it is being written, or its run was killed.
+        for line in (self.folder / METRICS).read_text(encoding="utf-8").rpartition("\n")[0].splitlines():
             logged: dict[str, Any] = json.loads(line)
             rows.setdefault(logged["update"], {}).update(logged)
         return Metrics(rows[update] for update in sorted(rows))

@@ -3,7 +3,9 @@
 import gc
 import os
 import re
+import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +39,19 @@ gc.disable()  # a fifth of the time of collection, which imports torch and leave
 # The same examples on every machine, without a deadline; `--hypothesis-profile default` searches for new ones.
 settings.register_profile("here", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("here")
+
+
+@pytest.fixture
+def file_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int | None], None]]:
+    """Limits the bytes that a file may have, until the test ends or gives None; a full disk answers in the same way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # cut short by a limit, it breaks every later import
+    yield limit
+    limit(None)
 
 
 class Answer(NamedTuple):

@@ -79,6 +79,12 @@ def test_a_run_without_a_folder_gets_one_and_has_its_metrics():
     assert f"best {run.best.accuracy:.2f} %" in repr(run)
 
 
+def test_half_a_line_of_a_killed_run_is_no_metric(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/metrics.jsonl").write_text('{"update": 1, "train/loss": 2.0}\n{"update": 2, "tra')
+    assert fn.Run("r").metrics == [{"update": 1, "train/loss": 2.0}]
+
+
 def test_metrics_become_a_table_if_pandas_is_there(monkeypatch):
     run = fn.train(**TINY)
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -202,6 +208,8 @@ def test_a_folder_in_a_list_stands_for_its_photos(photos):
     ("picture", "message"),
     [
         ("nowhere.jpg", "nowhere.jpg: No such file or directory"),
+        ("photos/val/dark/0.png\0x", r"'photos/val/dark/0.png\x00x': no file can have this name"),
+        (["\ud800.jpg"], r"'\ud800.jpg': no file can have this name"),
         ("photos", "photos: is a folder; expected a photo, or a list with the folder in it"),
         (np.zeros((4, 4)), "got float64 of 4 x 4, expected a path"),
         (np.zeros((4, 4, 7), np.uint8), "got uint8 of 4 x 4 x 7, expected a path"),

@@ -92,15 +92,22 @@ class Manifest:
         return list(self.parts) or [name.removesuffix(SUFFIX) for name in self.files]
 
     @property
-    def best(self) -> tuple[float, int, float] | None:
-        """The accuracy of the best validation so far, its update, and its loss."""
+    def best(self) -> tuple[float, int, float, float] | None:
+        """The accuracy of the best validation so far, its update, its loss, and its epoch."""
         match self.content.get("best"):
-            case [int() | float() as accuracy, int() as update, int() | float() as loss]:
-                return accuracy, update, loss
-            case [int() | float() as accuracy, int() as update]:  # of older versions
-                return accuracy, update, math.inf
+            case [int() | float() as accuracy, int() as update, int() | float() as loss, float() as epoch]:
+                return accuracy, update, loss, epoch
+            case [int() | float() as accuracy, int() as update, int() | float() as loss]:  # of older versions
+                return accuracy, update, loss, self._epoch_of(update)
+            case [int() | float() as accuracy, int() as update]:
+                return accuracy, update, math.inf, self._epoch_of(update)
             case _:
                 return None
+
+    def _epoch_of(self, update: int) -> float:
+        """The epoch of an earlier update, as if all epochs had as many."""
+        last = self.progress.update
+        return self.progress.epochs * min(update, last) / max(1, last)
 
     @property
     def several_labels(self) -> bool:

@@ -81,14 +81,15 @@ class SteppedScale(_Remembered):
     """From `initial` to `final`, doubling at equal intervals of epochs."""
 
     def __init__(
-        self, initial: float, final: float, *, epochs: int, updates_per_epoch: int, device: torch.device
+        self, initial: float, final: float, *, epochs: int, updates_per_epoch: int, device: torch.device, first: int = 0
     ) -> None:
+        """`first`: the number of the update that the epochs are counted from."""
         super().__init__(initial, device=device)
         self._steps = doublings(initial, final, epochs=epochs)
-        self._updates_per_epoch = updates_per_epoch
+        self._updates_per_epoch, self._first = updates_per_epoch, first
 
     def before(self, update: int) -> None:
-        epoch = update // self._updates_per_epoch + 1
+        epoch = (update - self._first) // self._updates_per_epoch + 1
         self.value.fill_(max(value for first, value in self._steps if first <= epoch))
 
 
@@ -191,16 +192,21 @@ def watched(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def find_non_finite(
-    grads: Sequence[Tensor], *, everywhere: Callable[[Tensor], Tensor] = lambda flags: flags
+    grads: Sequence[Tensor],
+    *,
+    everywhere: Callable[[Tensor], Tensor] = lambda flags: flags,
+    device: torch.device | None = None,
 ) -> NonFinite:
     """Check gradients, scaled or not, in one pass; a sum over replicas is not finite if one replica's was not.
 
-    `everywhere`: combines the flags of all processes, where each has other pieces of the gradients.
+    `everywhere`: combines the flags of all processes, where each has other pieces of the gradients; one that has none
+    takes part too, with its `device`.
     """
     largest: dict[int, Tensor] = {}
     for numbers, same in _by_type(grads):
         largest.update(zip(numbers, torch._foreach_norm(same, math.inf, dtype=torch.float32), strict=True))
-    bad = everywhere(~torch.stack([largest[number] for number in range(len(grads))]).isfinite())
+    sizes = torch.stack([largest[number] for number in range(len(grads))]) if grads else torch.empty(0, device=device)
+    bad = everywhere(~sizes.isfinite())
     found = bad.any()
     return NonFinite(found, torch.where(found, bad.to(torch.int32).argmax(), -1))
 

@@ -32,10 +32,13 @@ class Schedule:
     def lr(self, update: int) -> float:
         """The learning rate of update `update`, counted from 0."""
         progress = Fraction(update, self.updates_per_epoch)  # epochs
-        warmup = _exact(self.warmup_epochs)
         # Warm-up is continuous whatever the frequency of changes, so the very first update has rate 0.
-        ramp = float(progress / warmup) if progress < warmup else 1.0
+        ramp = float(progress / _exact(self.warmup_epochs)) if self.warms_up(update) else 1.0
         return self.peak * ramp * self._factor(math.floor(progress * self._frequency))
+
+    def warms_up(self, update: int) -> bool:
+        """Whether update `update`, counted from 0, belongs to the warm-up."""
+        return Fraction(update, self.updates_per_epoch) < _exact(self.warmup_epochs)
 
     def describe(self) -> str:
         """One line for the plan."""

@@ -64,7 +64,7 @@ class ShardedReplicas(AveragedReplicas):
         self._piece = {piece.name: piece for piece in self.pieces}
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._number = {name: number for number, name in enumerate(trained)}
-        self.adapting: Sequence[Piece] = ()  # those whose parameters have their own learning rate
+        self._adapting: Sequence[Piece] = ()  # those whose parameters have their own learning rate
         self._uploaded: dict[tuple[int, ...], Tensor] = {}
         self.trained = nn.Module()
         for piece in self.pieces:
@@ -84,9 +84,18 @@ class ShardedReplicas(AveragedReplicas):
             p.grad = None  # the optimizer only clears those of its pieces
         return super().announced(micro_batches)
 
+    def adapt(self, pieces: Sequence[Piece]) -> None:
+        """Sum the `norms` of these pieces' parameters, in every process at once: each must have one."""
+        self._adapting = pieces
+        if self._world.max(torch.tensor(int(not pieces))):
+            raise ConfigError(
+                f"--lars-skip: leaves too few weights to lars to shard its state over {self._world.size} replicas;"
+                " expected fewer patterns, or no --enable-optimizer-rts"
+            )
+
     def norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """Norms of the whole adapting parameters, summed over their pieces; for layer-wise rules such as LARS."""
-        adapting = [piece for piece in self.adapting if piece.weights.grad is not None]
+        adapting = [piece for piece in self._adapting if piece.weights.grad is not None]
         assert len(tensors) == len(adapting), "adapting weights have one dtype, so that all processes call this once"
         # In fp32, because fp16 would overflow.
         own = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)) ** 2

@@ -34,11 +34,19 @@ def progress_of(run: RunFiles, *, clock: Callable[[], float] = time.time) -> Pro
     last = run.moments[-1] if run.moments else None
     lengths = [match.groups() for line in run.plan if (match := _LENGTH.fullmatch(line))]
     phases = [[int(each.replace(",", "") or 0) for each in pair] for pair in lengths]
-    updates = sum(own for own, _ in phases) or None
-    epochs = sum(own / max(1, in_epoch) for own, in_epoch in phases) or None
-    update = last.update if last else 0
-    left = _seconds_left(run, updates - update, now=clock()) if updates and run.state == "going" else None
-    return Progress(update=update, updates=updates, epoch=last.epoch if last else 0.0, epochs=epochs, seconds_left=left)
+    update, epoch = (last.update, last.epoch) if last else (0, 0.0)
+    epochs, left = 0.0, 0.0  # of the phases so far
+    for own, in_epoch in phases:  # counted from the epoch: updates may have been made with another global batch
+        begun, epochs = epochs, epochs + own / max(1, in_epoch)
+        left += in_epoch * max(0.0, epochs - max(begun, epoch))
+    seconds = _seconds_left(run, round(left), now=clock()) if phases and run.state == "going" else None
+    return Progress(
+        update=update,
+        updates=update + round(left) if epochs else None,
+        epoch=epoch,
+        epochs=epochs or None,
+        seconds_left=seconds,
+    )
 
 
 def _seconds_left(run: RunFiles, updates: int, *, now: float) -> float | None:

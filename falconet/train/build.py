@@ -201,12 +201,13 @@ class BuiltPhase:
         self.images = self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
         _check_resolutions(self.options, self.images)
         _check_resident(self.options, self.images)
-        self.plan: Plan = plan_of(
+        plan = plan_of(
             self.phase,
             images=len(self.images.train),
             shape=self.shape,
             updates_before=before.plan.updates if before else 0,
         )
+        self.plan: Plan = plan.continuing(self.restored.manifest.progress) if self.restored else plan
         self.offender = Offender(site.world.device)
         self.placement: Placement = self._place()
 
@@ -272,9 +273,7 @@ class BuiltPhase:
         shards = self.replicas if isinstance(self.replicas, ShardedReplicas) else None
         if shards and options.optimizer.optimizer == "lars":
             _require_one_format(self.model, treatment.undecayed)
-        scale = loss_scale(
-            options, updates_per_epoch=self.plan.updates_per_epoch, regime=self.regime, world=self.site.world
-        )
+        scale = loss_scale(options, self.plan, regime=self.regime, world=self.site.world)
         trained = shards.trained if shards else self.model
         optimizer = (
             build_scaled_optimizer(
@@ -370,7 +369,7 @@ def _compile_ahead(rehearse: Callable[[], None], *, launch: Launch, site: Site, 
     ).ahead(rehearse)
 
 
-def loss_scale(options: commands.TrainOptions, *, updates_per_epoch: int, regime: Regime, world: World) -> Scale | None:
+def loss_scale(options: commands.TrainOptions, plan: Plan, *, regime: Regime, world: World) -> Scale | None:
     """The scale that the options ask for; None: neither they nor the regime need one."""
     numerics = options.numerics
     initial, final = numerics.initial_loss_scaling, numerics.loss_scaling
@@ -385,9 +384,15 @@ def loss_scale(options: commands.TrainOptions, *, updates_per_epoch: int, regime
             sum=world.sum,
         )
     if initial is not None and initial != final:
-        epochs = options.training.epochs
         with named_option("initial_loss_scaling"):
-            return SteppedScale(initial, final, epochs=epochs, updates_per_epoch=updates_per_epoch, device=world.device)
+            return SteppedScale(
+                initial,
+                final,
+                epochs=options.training.epochs,
+                updates_per_epoch=plan.updates_per_epoch,
+                device=world.device,
+                first=plan.updates_before,
+            )
     return FixedScale(final, device=world.device)
 
 
@@ -414,7 +419,7 @@ def attach_pieces(
     if shards and isinstance(optimizer, Lars | HalfLars):
         optimizer.norms = shards.norms
         adapting = {p for group in optimizer.param_groups if group["adapts"] for p in group["params"]}
-        shards.adapting = [piece for piece in shards.pieces if piece.weights in adapting]
+        shards.adapt([piece for piece in shards.pieces if piece.weights in adapting])
     if isinstance(optimizer, HalfOptimizer):
         numbers = numbers or numbered(model)
         whole = {p: Part(numbers[name]) for name, p in model.named_parameters() if p.requires_grad}

@@ -427,7 +427,7 @@ class Validation:
         )
         average = averaged.score if averaged else None
         better = max((found, averaged), key=lambda each: each.rank) if averaged else found
-        is_best = self.output.measurements.score(update, better.score, better.loss)
+        is_best = self.output.measurements.score(update, better.score, better.loss, epoch=self.plan.epoch_at(update))
         validated = self._validated(found, seconds, self.checkpoint_name())
         self.output.style.validated(replace(validated, average=average, is_best=is_best))
         if is_best:

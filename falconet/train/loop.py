@@ -32,31 +32,43 @@ class Watch:
 def train(
     plan: Plan, progress: Progress, step: Step, *, updates_of: Updates, watch: Watch, world: World = ALONE
 ) -> None:
-    """Train from `progress` to the end of the plan."""
+    """Train from `progress` to the end of the plan, or until the validations end it early."""
     meter = Meter(progress, world, replicas=plan.replicas)
-    if progress.unvalidated and _conclude(plan, meter, watch, world=world):
+    if progress.unvalidated:
+        _save_and_validate(plan, meter, watch, world=world)
+    if _is_over(plan, progress, watch):
         return
-    first_epoch, done = plan.place(progress.update)
     with _told_anyway(watch.log):
-        for epoch in range(first_epoch, plan.last_epoch):
+        world.at(f"reading the images of update {progress.update + 1}")
+        for micro_batches in _batches_left(plan, progress, updates_of):
+            world.at(f"update {progress.update + 1}")
+            made = step(micro_batches, update=progress.update, lr=plan.lr(progress.update))
+            watch.log.catch_up()  # on the epoch before, now that the device has something to do
+            meter.add(made)
+            progress.update += 1
+            if not plan.returns_at(progress.update):
+                continue
+            stopping = watch.stopping()
+            if plan.logs_at(progress.update):
+                watch.log.log(meter)
+            if plan.ends_epoch(progress.update):
+                watch.log.end_epoch(meter)
+            _save_and_validate(plan, meter, watch, world=world, stopping=stopping)
+            if _is_over(plan, progress, watch):  # possibly within an epoch
+                return
             world.at(f"reading the images of update {progress.update + 1}")
-            for micro_batches in updates_of(epoch, done):
-                world.at(f"update {progress.update + 1}")
-                made = step(micro_batches, update=progress.update, lr=plan.lr(progress.update))
-                watch.log.catch_up()  # on the epoch before, now that the device has something to do
-                meter.add(made)
-                progress.update += 1
-                if not plan.returns_at(progress.update):
-                    continue
-                stopping = watch.stopping()
-                if plan.logs_at(progress.update):
-                    watch.log.log(meter)
-                if plan.ends_epoch(progress.update):
-                    watch.log.end_epoch(meter)
-                if _conclude(plan, meter, watch, world=world, stopping=stopping):  # possibly within an epoch
-                    return
-                world.at(f"reading the images of update {progress.update + 1}")
-            done = 0
+
+
+def _is_over(plan: Plan, progress: Progress, watch: Watch) -> bool:
+    return progress.update >= plan.updates or watch.ended()
+
+
+def _batches_left(plan: Plan, progress: Progress, updates_of: Updates) -> Iterator[Sequence[Batch]]:
+    """The micro-batches of each update, from the epoch that is under way to the last one."""
+    first, done = plan.place(progress.update)
+    yield from updates_of(first, done)
+    for epoch in range(first + 1, plan.last_epoch):
+        yield from updates_of(epoch, 0)
 
 
 @contextmanager
@@ -73,15 +85,13 @@ def _told_anyway(log: Log) -> Iterator[None]:
         raise
 
 
-def _conclude(plan: Plan, meter: Meter, watch: Watch, *, world: World, stopping: bool = False) -> bool:
-    """Save and validate if that is due after an update; returns whether it was the last one.
+def _save_and_validate(plan: Plan, meter: Meter, watch: Watch, *, world: World, stopping: bool = False) -> None:
+    """Do what is due after an update; if the run is to stop here, save in any case, and raise Interrupted.
 
-    A run that is about to stop leaves its validation for later.
-
-    The checkpoint is written first: a validation that fails must not lose the updates before it.
+    The checkpoint is written first: a validation that fails must not lose the updates before it. Until the validation
+    is made, `progress.unvalidated` says that it is due: a run that is about to stop leaves it for later.
     """
     progress, saving = meter.progress, watch.saving
-    is_last = progress.update == plan.updates
     progress.unvalidated = plan.validates_at(progress.update)
     saved = plan.saves_at(progress.update) or stopping
     if saved or progress.unvalidated:
@@ -97,11 +107,9 @@ def _conclude(plan: Plan, meter: Meter, watch: Watch, *, world: World, stopping:
             if not saved and (world.size == 1 or isinstance(error, FailedTogetherError)):
                 saving.save()
             raise
-        is_last = is_last or (not stopping and watch.ended())
-        if (stopping or is_last) and not saved:
+        if not saved and (stopping or watch.ended()):
             saving.save()
         elif saved and not stopping:
             saving.amend()
     if stopping:
         raise Interrupted
-    return is_last

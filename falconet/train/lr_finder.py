@@ -89,12 +89,15 @@ def find(launch: Launch, site: Site) -> Finding:
 
 
 def _as_it_starts(launch: Launch) -> Launch:
-    """The run with what its first update trains throughout, because the test counts other updates than the run."""
+    """The run as its first update trains it: the same weights, at the same image size, however long an epoch is."""
     loaded = launch.loaded
-    training = replace(loaded.options.training, unfreeze_after=None, freeze_after=None)
-    if loaded.options.training.freeze_after is not None:
-        training = replace(training, freeze=None)
-    options = replace(loaded.options, training=training)
+    training, tuning = loaded.options.training, loaded.options.fine_tuning
+    freeze = None if training.freeze_after is not None else training.freeze
+    options = replace(
+        loaded.options,
+        training=replace(training, freeze=freeze, unfreeze_after=None, freeze_after=None),
+        fine_tuning=replace(tuning, resolution_schedule=tuning.resolution_schedule[:1]),
+    )
     return replace(launch, loaded=replace(loaded, options=options))
 
 

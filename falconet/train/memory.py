@@ -46,6 +46,7 @@ SPARE = 1 / 32  # of a device's memory: what its allocator may not find in one p
 UPDATES = 2  # of a trial: the first one creates the optimizer's state
 Keep = Callable[[Tensor], None]
 AHEAD = 2  # updates whose images are on the device in any case: the one in use, and the next
+SOURCE = "trials of --micro-batch-size auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +194,7 @@ def warning(built: BuiltPhase, model: nn.Module | None = None) -> str | None:
     fitting = [size for size in smaller if need.of(size) <= have]
     helps = "expected a smaller model or smaller images"
     if fitting:
-        asked = _options(fitting[-1], total, which=_which(built))
+        asked = _options(fitting[-1], total, which=built.phase.prefix)
         helps = f"{asked} is predicted to need {need.of(fitting[-1]) / GIB:.2f} GiB"
     return (
         f"warning: predicted to need {need.of(shape.micro_batch) / GIB:.2f} GiB, but {device} has {have / GIB:.2f} GiB;"
@@ -204,10 +205,6 @@ def warning(built: BuiltPhase, model: nn.Module | None = None) -> str | None:
 def _accumulation(built: BuiltPhase) -> int:
     """As asked for: not that of the replicas that run."""
     return built.options.training.gradient_accumulation
-
-
-def _which(built: BuiltPhase) -> str:
-    return "" if built.phase.number == 1 else "fine-tune-"
 
 
 def _warning_of_stages(built: BuiltPhase, *, have: int, smaller: Sequence[int]) -> str | None:
@@ -234,7 +231,7 @@ def _warning_of_stages(built: BuiltPhase, *, have: int, smaller: Sequence[int]) 
     if fitting:
         size, each = fitting
         asked = [f"--pipeline-schedule {each}"] if each != kind else []
-        asked += [_options(size, total, which=_which(built))] if size != shape.micro_batch else []
+        asked += [_options(size, total, which=built.phase.prefix)] if size != shape.micro_batch else []
         helps = f"{' '.join(asked)} is predicted to need {needs(*fitting) / GIB:.2f} GiB"
     what = "a stage" if device.type == "cuda" else "a stage on average"
     return (
@@ -272,9 +269,10 @@ class Trials:
     launch: Launch
     site: Site
     total: int  # images of an update on each replica
+    phase: int = 1  # the one that gets other sizes
 
     def fits(self, micro_batch: int) -> bool:
-        """Whether every phase makes its updates and validates; leaves nothing on the device."""
+        """Whether this phase and those after it make their updates and validate; leaves nothing on the device."""
         self.site.screen.line(f"trying a micro-batch of {micro_batch}")
         try:
             self._make(micro_batch)
@@ -287,7 +285,7 @@ class Trials:
         return True
 
     def _make(self, micro_batch: int) -> None:
-        for built in phases_built(self._launch(micro_batch), self._site):
+        for built in phases_built(self._launch(micro_batch), self._site)[self.phase - 1 :]:
             _try(built, messages=self.launch.division.replicas > 1)
 
     @property
@@ -299,7 +297,7 @@ class Trials:
         """Of one replica, which starts anew with any weights."""
         options = self.launch.loaded.options
         joined = processes.joined(options.parallel, self.launch.division)  # as one, by batch norm over folded replicas
-        options = with_batch(options, micro_batch=joined * micro_batch, total=joined * self.total)
+        options = with_batch(options, micro_batch=joined * micro_batch, total=joined * self.total, phase=self.phase)
         parallel = replace(options.parallel, replicas=1, batchnorm_span=1, enable_optimizer_rts=False)
         options = replace(options, parallel=parallel, training=replace(options.training, init_path=None))
         return replace(
@@ -360,13 +358,23 @@ def release(device: torch.device) -> None:
     host.return_freed_memory()
 
 
-def with_batch(options: commands.TrainOptions, *, micro_batch: int, total: int) -> commands.TrainOptions:
-    """The options with another micro-batch and the same number of images in an update."""
-    return replace(
-        options,
-        data=replace(options.data, micro_batch_size=micro_batch),
-        training=replace(options.training, gradient_accumulation=total // micro_batch),
+def with_batch(
+    options: commands.TrainOptions, *, micro_batch: int, total: int, phase: int = 1
+) -> commands.TrainOptions:
+    """The options with another micro-batch in a phase and the same number of images in an update."""
+    accumulation = total // micro_batch
+    if phase == 1:
+        return replace(
+            options,
+            data=replace(options.data, micro_batch_size=micro_batch),
+            training=replace(options.training, gradient_accumulation=accumulation),
+        )
+    tuning = replace(
+        options.fine_tuning,
+        fine_tune_micro_batch_size=micro_batch,
+        fine_tune_gradient_accumulation=accumulation,
     )
+    return replace(options, fine_tuning=tuning)
 
 
 def settled(launch: Launch, site: Site) -> Launch:
@@ -403,8 +411,9 @@ def settled(launch: Launch, site: Site) -> Launch:
 def _launched(launch: Launch, *, micro_batch: int, total: int) -> Launch:
     loaded: Loaded[Any] = launch.loaded
     options = with_batch(loaded.options, micro_batch=micro_batch, total=total)
+    sources = {**loaded.sources, "micro-batch-size": SOURCE, "gradient-accumulation": SOURCE}
     note = f"--micro-batch-size auto: {micro_batch}, the largest that fits, for updates of {total} images per replica"
-    return replace(launch, loaded=replace(loaded, options=options), notes=(*launch.notes, note))
+    return replace(launch, loaded=replace(loaded, options=options, sources=sources), notes=(*launch.notes, note))
 
 
 def answer(error: ShortageError, launch: Launch) -> DeviceError:
@@ -412,23 +421,25 @@ def answer(error: ShortageError, launch: Launch) -> DeviceError:
 
     Call it where nothing of the run is referred to any more, the error's traceback included.
     """
-    options, size = launch.loaded.options, launch.loaded.options.data.micro_batch_size
+    options, tuning = launch.loaded.options, launch.loaded.options.fine_tuning
     # The other processes of a run do not wait for a search, and a plan tries nothing.
-    if size == "auto" or launch.place is not None or options.run.plan:
+    if options.data.micro_batch_size == "auto" or launch.place is not None or options.run.plan:
         return error
+    follows = [each == "auto" for each in (tuning.fine_tune_micro_batch_size, tuning.fine_tune_gradient_accumulation)]
+    if tuning.half_res_training and error.phase == 1 and len(set(follows)) > 1:
+        return error  # one alone would change the fine-tuning's global batch
     site = open_site(launch)
     release(site.world.device)
     if ("the device" in error.short) != (site.world.device.type != "cpu"):
         return error
-    total = size * options.training.gradient_accumulation
     say: Say = site.screen.line
     say(f"{error.short}; looking for a micro-batch that fits")
-    (built, *_) = phases_built(launch, site)
-    trials = Trials(replace(launch, images=built.full_size), site, total)
-    smaller = [other for other in divisors(total, least=least_micro_batch(options.augmentation)) if other < size]
+    built = phases_built(launch, site)[error.phase - 1]
+    size, total = built.options.data.micro_batch, built.options.data.micro_batch * _accumulation(built)
+    trials = Trials(replace(launch, images=built.full_size), site, total, phase=error.phase)
+    smaller = [other for other in divisors(total, least=least_micro_batch(built.options.augmentation)) if other < size]
     found = largest(smaller, trials.fits)
     if found is None:
         return error
-    return DeviceError(
-        f"{error.short}; {_options(found, total)} fits here, with the same updates of {total} images; {error.after}"
-    )
+    asked = _options(found, total, which=built.phase.prefix)
+    return DeviceError(f"{error.short}; {asked} fits here, with the same updates of {total} images; {error.after}")

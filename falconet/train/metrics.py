@@ -109,17 +109,27 @@ class Best(NamedTuple):
 
     accuracy: float  # percent
     update: int
-    loss: float = math.inf  # checkpoints of older versions do not state it
+    loss: float
+    epoch: float  # the update says it only as long as the global batch stays the same
 
 
 class Measurements:
     """Passes metrics on to a sink, and keeps the latest of each, those of the current update, and the best."""
 
     def __init__(
-        self, sink: Sink, *, update: int = 0, restored: Mapping[str, float] | None = None, best: Best | None = None
+        self,
+        sink: Sink,
+        *,
+        update: int = 0,
+        restored: Mapping[str, float] | None = None,
+        latest: Mapping[str, float] | None = None,
+        best: Best | None = None,
     ) -> None:
-        """`restored`: what a restored checkpoint measured at `update`, if its validation is still due."""
-        self.latest: dict[str, float] = {}
+        """`restored`: what a restored checkpoint measured at `update`, if its validation is still due.
+
+        `latest`: the latest of each metric, as far as an earlier start of the run measured it.
+        """
+        self.latest = dict(latest or {})
         self.best = best
         self._sink, self._update, self._current = sink, update, dict(restored or {})
 
@@ -134,12 +144,12 @@ class Measurements:
             self._update, self._current = update, {}
         self._current.update({name.replace("/", "_"): value for name, value in metrics.items()})
 
-    def score(self, update: int, accuracy: float, loss: float) -> bool:
+    def score(self, update: int, accuracy: float, loss: float, *, epoch: float) -> bool:
         """Note what checkpoints are compared by, accuracy in percent and then loss; whether it is the best so far."""
         self._current |= {"score": accuracy, "score_loss": loss}
         if self.best is not None and rank(accuracy, loss) <= rank(self.best.accuracy, self.best.loss):
             return False
-        self.best = Best(accuracy, update, loss)
+        self.best = Best(accuracy, update, loss, epoch)
         return True
 
     def for_checkpoint(self, update: int) -> dict[str, object]:

@@ -18,6 +18,7 @@ from falconet.parallel.data_parallel import digest
 from falconet.parallel.world import World
 from falconet.report import gpu_driver
 from falconet.report.epochs import in_short
+from falconet.report.run_files import logged_at
 from falconet.report.throughput import Stopwatch
 from falconet.train import (
     build,
@@ -81,8 +82,9 @@ def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
         if changes := built.images.changes_since(manifest.content.get(IMAGES)):
             screen.line(changes)
         _require_same_state(built.launch.loaded.options, manifest, folder=folder)
+        _require_parts(built.launch.loaded.options, state, manifest, folder=folder)
         state.load(folder, name=model)
-        state.progress = _progress_in(built.plan, manifest)
+        state.progress = replace(Progress.from_json(manifest.meter), update=manifest.progress.update)
         screen.line(f"restored {folder}, update {state.progress.update:,} of {built.plan.updates:,}")
     elif built.options.training.init_path or isinstance(built.options.training.pretrained, Path):
         _warn_of_misfit(built, state)
@@ -131,15 +133,24 @@ def _require_same_state(options: commands.TrainOptions, manifest: Manifest, *, f
         )
 
 
-def _progress_in(plan: Plan, manifest: Manifest) -> Progress:
-    """The checkpoint's place in a plan, which may have another global batch."""
-    updates, rest = divmod(manifest.progress.images, plan.global_batch)
-    if rest:
-        raise ConfigError(
-            f"--micro-batch-size: the checkpoint is {manifest.progress.images:,} images into an epoch, which a"
-            f" global batch of {plan.global_batch} does not divide; expected the one it was trained with"
-        )
-    return replace(Progress.from_json(manifest.meter), update=plan.update_at(manifest.progress.epoch, updates))
+def _require_parts(options: commands.TrainOptions, state: TrainState, manifest: Manifest, *, folder: Path) -> None:
+    """Refuse the options that ask for a part of the state that not every run has, if the checkpoint lacks it."""
+    lacks = f"but {folder} is of a run without one; `falconet train --init-path` starts a new run with its weights"
+    if state.ema and "ema" not in manifest.stems:
+        raise ConfigError(f"--ema-half-life: asks for a moving average, {lacks}")
+    if state.scale and "scale" not in manifest.stems:
+        raise ConfigError(f"--{_scaled_by(options)}: asks for a loss scale, {lacks}")
+
+
+def _scaled_by(options: commands.TrainOptions) -> str:
+    """The option because of which a run has a loss scale."""
+    numerics = options.numerics
+    asked = {
+        "auto-loss-scaling": numerics.auto_loss_scaling,
+        "initial-loss-scaling": numerics.initial_loss_scaling is not None,
+        "loss-scaling": numerics.loss_scaling != 1.0,
+    }
+    return next((name for name, is_asked in asked.items() if is_asked), "precision")
 
 
 def train_phase(
@@ -158,7 +169,8 @@ def train_phase(
     profiled = _profiled(built, timed, folder, state)
     step = _shown(built, profiled or timed)
     before = _joules(world.device)
-    output = _output(built, state, session, stopwatch=stopwatch, best=handed.best if handed else None)
+    best = handed.best if handed else best_of(built)
+    output = _output(built, state, session, stopwatch=stopwatch, best=best)
     writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)
     in_a_row = built.plan.in_a_row
     stop = StopRequest(screen.line, after="this update" if in_a_row == 1 else f"at most {in_a_row} updates")
@@ -173,6 +185,7 @@ def train_phase(
         contextlib.closing(profiled) if profiled else contextlib.nullcontext(),
         stop.heard(),
         _saved_together(saving),
+        _stopped_in_order(built, saving, recorder, session.folder),
     ):
         world.heeds(lambda: stop.requested)
         vote = world.vote()
@@ -193,7 +206,7 @@ def train_phase(
         if built.options.checkpoints.initial_checkpoint and state.progress.update == 0 and not built.restored:
             saving.save()
         with contextlib.closing(loader):
-            _update(built, state, step, watch, recorder, loader=loader, folder=folder)
+            _update(built, state, step, watch, recorder, loader=loader)
         watch.log.end()
         rate = watch.log.whole_run()
         with stopwatch.standing():
@@ -228,7 +241,13 @@ def train_phase(
 
 def ended_early(plan: Plan, progress: Progress, best: Best | None) -> bool:
     """Whether the validations have not become better for as long as --early-stopping allows."""
-    return best is not None and plan.ends_early(progress.update, best=best.update)
+    return best is not None and plan.ends_early(progress.update, best=best.epoch)
+
+
+def best_of(built: BuiltPhase) -> Best | None:
+    """The best validation before the checkpoint that the run continues from, if there was one."""
+    stored = built.restored.manifest.best if built.restored else None
+    return Best(*stored) if stored else None
 
 
 def _recorder(built: BuiltPhase, session: Session, *, update: int, stopwatch: Stopwatch) -> Recorder:
@@ -273,6 +292,21 @@ def _saved_together(saving: Saving) -> Iterator[None]:
         raise failed.error from failed.error.__cause__
 
 
+@contextlib.contextmanager
+def _stopped_in_order(built: BuiltPhase, saving: Saving, recorder: Recorder, folder: Path) -> Iterator[None]:
+    """After a request to stop, print how to continue once everything is saved."""
+    screen = built.site.screen
+    try:
+        yield
+    except Interrupted:
+        saving.output.style.stopped()
+        screen.line(f"saved {saving.finish()}")
+        screen.line(f"to continue: {run_folder.restore_line(folder, saving.folder)}")
+        recorder.stopped()
+        built.site.world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
+        raise
+
+
 def _profiled(built: BuiltPhase, step: TimedStep, folder: Path, state: TrainState) -> ProfiledStep | None:
     """The step, profiled for a while in the first process if that was asked for."""
     world, left = built.site.world, built.plan.updates - state.progress.update
@@ -299,13 +333,15 @@ def _shown(built: BuiltPhase, step: Step) -> Step:
 def _output(
     built: BuiltPhase, state: TrainState, session: Session, *, stopwatch: Stopwatch, best: Best | None
 ) -> Output:
-    manifest = built.restored.manifest if built.restored else None
-    stored = manifest.best if manifest else None
+    manifest, update = built.restored.manifest if built.restored else None, state.progress.update
+    # Of a run that only has to be ended, the summary states what was logged last.
+    is_over = update >= built.plan.updates or ended_early(built.plan, state.progress, best)
     measurements = Measurements(
         session.sinks.metrics,
-        update=state.progress.update,
+        update=update,
         restored=manifest.metrics if manifest and state.progress.unvalidated else None,
-        best=best or (Best(*stored) if stored else None),
+        latest=logged_at(session.folder, update) if is_over and built.site.world.is_first else None,
+        best=best,
     )
     style = log.open_style(built, session.folder, sinks=session.sinks.trackers)
     return Output(screen=built.site.screen, style=style, measurements=measurements, stopwatch=stopwatch)
@@ -396,14 +432,7 @@ def _validation(
 
 
 def _update(
-    built: BuiltPhase,
-    state: TrainState,
-    step: Step,
-    watch: Watch,
-    recorder: Recorder,
-    *,
-    loader: TrainingLoader,
-    folder: Path,
+    built: BuiltPhase, state: TrainState, step: Step, watch: Watch, recorder: Recorder, *, loader: TrainingLoader
 ) -> None:
     """Make every update that is left, with what is due in between."""
     plan, world, screen, saving = built.plan, built.site.world, built.site.screen, watch.saving
@@ -423,17 +452,13 @@ def _update(
     except NotFiniteError as error:
         recorder.stopped()
         raise saving.diverged(error) from None
-    except Interrupted:
-        saving.output.style.stopped()
-        screen.line(f"saved {saving.finish()}")
-        screen.line(f"to continue: {run_folder.restore_line(folder, saving.folder)}")
-        recorder.stopped()
-        world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
-        raise
 
 
 def _conclude(built: BuiltPhase, watch: Watch, folder: Path) -> Path | None:
-    """What was asked for after the last update; returns the average of the checkpoints, if any."""
+    """What was asked for after the last update; returns the average of the checkpoints, if any.
+
+    Raises Interrupted if the run is to stop before all of it, or before the next phase.
+    """
     options, world, saving = built.options, built.site.world, watch.saving
     averaged: Path | None = None
     saving.finish()
@@ -455,4 +480,6 @@ def _conclude(built: BuiltPhase, watch: Watch, folder: Path) -> Path | None:
             evaluate.show_accuracies(rows, built.site.screen.line)
             evaluate.write_accuracies(rows, file, option="--run-dir")
             built.site.screen.line(f"written to {file}")
+    if not built.phase.is_last and world.max(torch.tensor(int(saving.stopping()))):
+        raise Interrupted
     return averaged

@@ -5,6 +5,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
+from falconet.checkpoint.manifest import Progress
 from falconet.config.commands import TrainOptions
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError
@@ -28,6 +29,11 @@ class Phase:
     @property
     def is_last(self) -> bool:
         return self.number == self.count
+
+    @property
+    def prefix(self) -> str:
+        """How the names of the options of its batch begin."""
+        return "" if self.number == 1 else "fine-tune-"
 
 
 def phases_of(options: TrainOptions) -> tuple[Phase, ...]:
@@ -113,7 +119,7 @@ class Plan:
     first_saved: int = 0  # epochs done at the first save; 0: one interval
     phase: int = 1
     epochs_before: int = 0  # of earlier phases; epochs and updates are counted through the whole run
-    updates_before: int = 0
+    updates_before: int = 0  # the count that this phase starts at; see `continuing`
     limit: int | None = None  # updates of this phase, which may end within an epoch
     frozen_epochs: int | None = None  # after which frozen weights are trained too; None: never
     trained_epochs: float | None = None  # after which what is frozen from then on stops to train; None: never
@@ -142,13 +148,14 @@ class Plan:
     @property
     def unfrozen_at(self) -> int | None:
         """Updates done when frozen weights start to train; None: never."""
-        return None if self.frozen_epochs is None else self.frozen_epochs * self.updates_per_epoch
+        epochs = self.frozen_epochs
+        return None if epochs is None else self.updates_before + epochs * self.updates_per_epoch
 
     @property
     def frozen_from(self) -> int | None:
         """Updates done when weights stop to train; None: never."""
         epochs = self.trained_epochs
-        return None if epochs is None else ceil(Fraction(str(epochs)) * self.updates_per_epoch)
+        return None if epochs is None else self.updates_before + ceil(Fraction(str(epochs)) * self.updates_per_epoch)
 
     def place(self, update: int) -> tuple[int, int]:
         """Whole epochs after `update` updates, and the updates beyond them."""
@@ -158,6 +165,25 @@ class Plan:
     def update_at(self, epoch: int, within: int) -> int:
         """The inverse of `place`."""
         return self.updates_before + (epoch - self.epochs_before) * self.updates_per_epoch + within
+
+    def update_after(self, epoch: int, images: int) -> int:
+        """The update, as this plan counts, that ends after whole epochs and some images of the next one."""
+        return self.update_at(epoch, images // self.global_batch)
+
+    def continuing(self, done: Progress) -> "Plan":
+        """The plan of a run that continues from a checkpoint, perhaps with another global batch.
+
+        Updates that were made keep their numbers, and those to come are counted on from them: logs, trackers and the
+        names of checkpoints go by the number. Epochs are counted as if the whole run had this global batch, so
+        `updates_before` may lie above or below the number of updates that were made before this phase.
+        """
+        if done.images % self.global_batch:
+            raise ConfigError(
+                f"--micro-batch-size: the checkpoint is {done.images:,} images into an epoch, which a global batch of"
+                f" {self.global_batch} does not divide; expected the one it was trained with"
+            )
+        shift = done.update - self.update_after(done.epoch, done.images)
+        return replace(self, updates_before=self.updates_before + shift)
 
     def epoch_at(self, update: int) -> float:
         """`place` as one number."""
@@ -192,11 +218,11 @@ class Plan:
         in_turn = self.validation_mode == "during" and not within and epoch % self.validation_frequency == 0
         return in_turn or update == self.updates
 
-    def ends_early(self, update: int, *, best: int) -> bool:
-        """Whether the validation after `update` updates ends the training; `best`: the update of the best one."""
+    def ends_early(self, update: int, *, best: float) -> bool:
+        """Whether the validation after `update` updates ends the training; `best`: the epochs before the best one."""
         if self.patience is None or self.validation_mode != "during" or not self.validates_at(update):
             return False
-        return update - best >= self.patience * self.updates_per_epoch
+        return self.epoch_at(update) - best >= self.patience
 
     def saves_at(self, update: int) -> bool:
         """Save points are spread evenly too: 0.25 saves four times per epoch, the last time at its end.
@@ -215,7 +241,7 @@ class Plan:
 
     def saved_in_turn(self, epoch: int, images: int) -> bool:
         """Whether a checkpoint of this phase was due there, and not saved because of an interruption."""
-        return self.saves_at(self.update_at(epoch, images // self.global_batch))
+        return self.saves_at(self.update_after(epoch, images))
 
     def lines(self) -> list[str]:
         """The plan in words."""

@@ -12,6 +12,7 @@ from falconet.numerics.loss_scale import doublings
 from falconet.numerics.precision import Regime, describe_half_partials, describe_workspace
 from falconet.report.console import counted
 from falconet.train.build import BuiltPhase, rounding, workspace_share
+from falconet.train.plan import Plan
 
 
 def describe(built: BuiltPhase) -> list[str]:
@@ -40,7 +41,7 @@ def brief(built: BuiltPhase) -> list[str]:
         *built.plan.lines(),
     ]
     is_whole, plan = asked.training.has_whole_epochs, built.plan
-    length = counted(plan.last_epoch, "epoch") if is_whole else counted(plan.updates, "update")
+    length = counted(plan.last_epoch, "epoch") if is_whole else counted(plan.updates - plan.updates_before, "update")
     return [
         *(line for line in describe(built) if line not in details),
         f"{length}, {counted(plan.global_batch, 'photo')} of {built.images.shape()} per update,"
@@ -72,6 +73,7 @@ def _whole(built: BuiltPhase) -> list[str]:
         *built.placement.lines(),
         *_updates(built),
         *built.plan.lines(),
+        *_warmup(built.plan),
         *_resolutions(asked.fine_tuning),
         *_balance(built),
         *_views(asked),
@@ -203,6 +205,12 @@ def _weights(built: BuiltPhase) -> list[str]:
     elif patterns:
         lines.append(f"{trains} of {placement.parameters:,} parameters: those that match {' '.join(patterns)}")
     return lines
+
+
+def _warmup(plan: Plan) -> list[str]:
+    if not plan.schedule.warms_up(plan.updates - plan.updates_before - 1):
+        return []
+    return ["note: all updates are warm-up, so the learning rate never reaches its peak; --warmup-epoch shortens it"]
 
 
 def _resolutions(asked: options.FineTuning) -> list[str]:

@@ -36,8 +36,7 @@ from falconet.train import (
 from falconet.train.build import BuiltPhase
 from falconet.train.layer_table import Row, layer_table
 from falconet.train.lr_finder import Finding
-from falconet.train.metrics import Best
-from falconet.train.phase import Session, begin, ended_early, train_phase
+from falconet.train.phase import Session, begin, best_of, ended_early, train_phase
 from falconet.train.plan import phases_of
 from falconet.train.processes import Launch
 
@@ -56,7 +55,7 @@ def carry_out(launch: Launch) -> int:
     try:
         return _carried_out(launch)
     except ShortageError as error:
-        short = ShortageError(error.short, helps=run_folder.NEEDS_LESS, after=error.after)
+        short = ShortageError(error.short, helps=error.helps, after=error.after, phase=error.phase)
     # Here the error is gone, and with its traceback everything of the run that was on the device.
     raise memory.answer(short, launch)
 
@@ -156,9 +155,11 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], star
     state = begin(first)
     if first.phase.is_last and not state.progress.unvalidated:
         done = _nothing_left(first, state.progress)
-        if done:
+        if done and not _lacks_its_end(first):
             site.screen.line(f"nothing left to train: {done}")
             return 0
+        if done:
+            site.screen.line("every update was made; what follows the last one is left")
     folder = Path(site.world.once(lambda: str(open_folder())))
     if options.run.temporary:
         site.screen.line(run_folder.temporary_line(folder))
@@ -172,7 +173,7 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], star
         ),
         run_folder.EndRecorded(folder if site.world.is_first else None),
         run_folder.full_disk_explained(folder, saved),
-        run_folder.memory_explained(saved),
+        run_folder.memory_explained(saved, first.phase),
         contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=start.began, mark=mark)) as sinks,
     ):
         for each in sinks.trackers if start.graph is not None else ():
@@ -184,8 +185,9 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], star
             assert handed is not None, "a phase that another one follows is averaged"
             del state
             gc.collect()  # hooks on gradients keep the model in a reference cycle
-            state = begin(phases[0], handed)
-            handed = train_phase(phases.popleft(), state, session, handed=handed)
+            with run_folder.memory_explained(saved, phases[0].phase):
+                state = begin(phases[0], handed)
+                handed = train_phase(phases.popleft(), state, session, handed=handed)
     if options.run.temporary:
         site.world.barrier("ending")  # no process writes there any more
         if site.world.is_first:
@@ -195,12 +197,11 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], star
 
 def _nothing_left(built: BuiltPhase, progress: Progress) -> str | None:
     """Why there is nothing left to train and what would continue the run; None: there is something."""
-    manifest = built.restored.manifest if built.restored else None
-    best = Best(*manifest.best) if manifest and manifest.best else None
+    best = best_of(built)
     if best and progress.update < built.plan.updates and ended_early(built.plan, progress, best):
         return (
             f"it ended early after {counted(built.plan.place(progress.update)[0], 'epoch')}, the best validation,"
-            f" {best.accuracy:.2f} %, was after {built.plan.epoch_at(best.update):g}; a larger --early-stopping, or"
+            f" {best.accuracy:.2f} %, was after {best.epoch:g}; a larger --early-stopping, or"
             " None, continues the run"
         )
     if progress.update < built.plan.updates:
@@ -212,6 +213,18 @@ def _nothing_left(built: BuiltPhase, progress: Progress) -> str | None:
     else:
         length = f"all {in_short(built.plan.epoch_at(built.plan.updates))} epochs are done"
     return f"{length}; a larger {built.phase.length} continues the run"
+
+
+def _lacks_its_end(built: BuiltPhase) -> bool:
+    """Whether the run that is continued stopped between its last update and its summary."""
+    restored, launch = built.restored, built.launch
+    if not restored or restored.manifest.progress.update > built.plan.updates:
+        return False
+    conventions = launch.conventions
+    answer = built.site.world.once(
+        lambda: "yes" if run_folder.lacks_its_end(built.options, restored, conventions) else ""
+    )
+    return bool(answer)
 
 
 def _all(count: int, what: str) -> str:

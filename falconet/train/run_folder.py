@@ -55,10 +55,12 @@ from falconet.report.run_files import (
     SEEN,
     SUMMARY,
     TIMES,
+    updates_in_summary,
 )
 from falconet.report.sinks import JsonLines, Several, Sink, UpdateTimes
 from falconet.report.styles import FALCONET, Conventions, Table
 from falconet.report.trackers import Guarded, Tracker
+from falconet.train.plan import Phase
 
 
 def how_to_continue(folder: Path, checkpoints: Path) -> str:
@@ -108,8 +110,11 @@ def full_disk_explained(folder: Path, checkpoints: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def memory_explained(checkpoints: Path | None = None) -> Iterator[None]:
-    """Turn memory that ran out into one line with what needs less of it, and the newest checkpoint."""
+def memory_explained(checkpoints: Path | None = None, phase: Phase | None = None) -> Iterator[None]:
+    """Turn memory that ran out into one line with what needs less of it, and the newest checkpoint.
+
+    `phase`: the one under way; None: there was no update yet.
+    """
     try:
         yield
     except SHORTAGES as error:
@@ -118,9 +123,14 @@ def memory_explained(checkpoints: Path | None = None) -> Iterator[None]:
             raise
         saved = checkpoints_in(checkpoints) if checkpoints and checkpoints.is_dir() else []
         newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
-        if checkpoints is None:  # before there was an update
-            raise DeviceError(f"{short}; {NEEDS_LESS}; {newest}") from error
-        raise ShortageError(short, helps=NEEDS_LESS, after=newest) from error
+        which = phase.prefix if phase else ""
+        helps = (
+            f"expected a smaller --{which}micro-batch-size with more --{which}gradient-accumulation, a smaller"
+            " --validation-batch-size, or --enable-recompute"
+        )
+        if phase is None:
+            raise DeviceError(f"{short}; {helps}; {newest}") from error
+        raise ShortageError(short, helps=helps, after=newest, phase=phase.number) from error
 
 
 class EndRecorded:
@@ -143,12 +153,6 @@ class EndRecorded:
         ending = {"kind": "interrupted"} if is_stopped else {"kind": "failed", "reason": reason}
         with contextlib.suppress(OSError, UserError):  # the disk may be full; the run's own error matters more
             writing.replace(self._folder, ENDED, json.dumps(ending) + "\n")
-
-
-NEEDS_LESS = (
-    "expected a smaller --micro-batch-size with more --gradient-accumulation, a smaller --validation-batch-size, or"
-    " --enable-recompute"
-)
 
 
 # Checked for links before the first update, so that none is found after the last one.
@@ -280,6 +284,14 @@ def kept(options: commands.TrainOptions) -> int | None:
     return max(KEPT, int(last))
 
 
+def lacks_its_end(options: commands.TrainOptions, restored: Checkpoint, conventions: Conventions = FALCONET) -> bool:
+    """Whether a run stopped after the last update but before its summary, which it writes after everything else."""
+    if options.run.temporary or is_named_anew(options, conventions):
+        return False
+    folder = choose(options, conventions)
+    return _belongs(restored, folder) and updates_in_summary(folder) < restored.manifest.progress.update
+
+
 def check_resumed(folder: Path, saved: Path) -> None:
     """Refuse to start anew, with --resume, a run that has saved its checkpoints elsewhere."""
     stated = (_config(folder) or {}).get("checkpoint-output-path")
@@ -306,7 +318,7 @@ def continue_log(
             if (source / name).is_file() and not (source / name).is_symlink():
                 writing.replace(folder, name, (source / name).read_bytes())
         _continue_records(folder, source, update=restored.manifest.progress.update)
-    update = restored.manifest.progress.update if restored else 0  # as the log counts them, whatever the batch is now
+    update = restored.manifest.progress.update if restored else 0
     validated = not (restored and restored.manifest.meter.get("unvalidated"))
 
     def is_kept(line: bytes) -> bool:

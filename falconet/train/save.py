@@ -1,5 +1,6 @@
 """The checkpoints of a run: written while it trains, pruned, and averaged at its end."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -284,16 +285,17 @@ def _average(saving: Saving, validation: Validation, how: Averaging, *, suffix: 
 
     def written() -> str:
         # Without what an interruption saved: an uninterrupted run must give the same average.
-        saved = format.checkpoints_in(saving.folder)
+        saved, plan = format.undamaged(saving.folder, saving.output.screen.line), saving.plan
         final = saving.state.progress.update  # saved out of turn by a training that ended early
         progresses = {folder: format.read_manifest(folder).progress for folder in saved}
-        span = final if how.epochs is None else how.epochs * saving.plan.updates_per_epoch
+        first = -math.inf if how.epochs is None else final - how.epochs * plan.updates_per_epoch
         due = [
             each
             for each, progress in progresses.items()
-            if progress.update >= final - span and (saving.was_due(progress) or progress.update == final)
+            if plan.update_after(progress.epoch, progress.images) >= first
+            and (saving.was_due(progress) or progress.update == final)
         ]
-        folders = select(due, how.last, phase=saving.plan.phase)
+        folders = select(due, how.last, phase=plan.phase)
         name = saving.output.style.average_name(_in_words(how, len(folders)))
         to = folders[-1].with_name(name) if name else averaged_name(folders[-1], suffix)
         write_average(folders, made_of(folders, how), weights=average(folders, how), to=to)

@@ -147,9 +147,9 @@ class ScaledMove:
     def _found(self) -> NonFinite:
         """Non-finite gradients in this process, or in replicas that divide them; a stage may train nothing."""
         grads = _gradients(self._trained)
-        if not grads:
-            return self._nothing
-        found = find_non_finite(grads, everywhere=self._everywhere)
+        if not grads and self._everywhere is _same:
+            return self._nothing  # of replicas that divide them, the others wait for the flags of this one
+        found = find_non_finite(grads, everywhere=self._everywhere, device=self._nothing.found.device)
         # Sharded replicas give the place among all trained parameters themselves.
         is_placed = len(grads) == len(self._trained) or self._everywhere is not _same
         return found if is_placed else self._placed(found)

@@ -105,9 +105,9 @@ def _told(folder: Path, log: Log, ending: Ending) -> dict[str, str]:
         with contextlib.suppress(CheckpointError):  # the file system may be gone by now; the run itself is done
             chosen = format.choose(ending.checkpoints, "best", lambda _: None)
     if measured.best:
-        score, update, _ = measured.best
-        is_here = update > log.plan.updates_before
-        when = f"after epoch {in_short(log.plan.epoch_at(update))} ({BEST})" if is_here else "in an earlier phase"
+        score, update, _, epoch = measured.best
+        is_here = epoch > log.plan.epochs_before
+        when = f"after epoch {in_short(epoch)} ({BEST})" if is_here else "in an earlier phase"
         scores = (ending.metric.key, ending.metric.average_key)
         last = [measured.latest[name] for name in scores if name in measured.latest]
         later = f", {max(last):.2f}% at the end" if last and update != log.plan.updates else ""

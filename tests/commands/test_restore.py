@@ -1,5 +1,6 @@
 """`falconet restore`: a killed run continues bit for bit, and what cannot be continued is refused."""
 
+import json
 import random
 import re
 import signal
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from falconet.checkpoint import format
+from falconet.errors import CheckpointError
+from falconet.report.run_files import read_run
+from falconet.train import save, summary
 from runs import assert_bitwise, begin, finish, stop_at, updates, wait_for
 from tiny import TINY
 
@@ -212,12 +216,95 @@ def test_another_global_batch_works_between_epochs_and_is_refused_within_one(fal
     assert falconet("restore --checkpoint-input-path r --epoch 2 --micro-batch-size 16").code == 0
 
 
+# 24 photos: 3 updates of 8 per epoch, 2 of 12, 6 of 4.
+PHOTOS = f"{TINY} --data folder --data-dir photos --model resnet8-cifar --pretrained none"
+
+
+@pytest.mark.parametrize(("size", "counted"), [(12, [3, 6, 9, 11, 13]), (4, [3, 6, 9, 15, 21])])
+def test_updates_of_another_global_batch_are_counted_on(falconet, image_folder, size, counted):
+    assert falconet(f"train {PHOTOS} --micro-batch-size {size} --epoch 5 --run-dir straight").code == 0
+    assert falconet(f"train {PHOTOS} --epoch 3 --run-dir r").code == 0
+    answer = falconet(f"restore r --micro-batch-size {size} --epoch 5")
+    assert answer.code == 0, answer.err
+    assert f"restored r/checkpoints/resnet8-cifar_folder_3, update 9 of {counted[-1]}\n" in answer.out
+    logs = {run: Path(run, "metrics.jsonl").read_text().splitlines() for run in ("straight", "r")}
+    rows = {run: [json.loads(line) for line in lines] for run, lines in logs.items()}
+    trained, straight = ([row for row in rows[run] if "train/lr" in row] for run in ("r", "straight"))
+    assert [(row["update"], row["epoch"]) for row in trained] == list(zip(counted, range(1, 6), strict=True))
+    assert [row["train/lr"] for row in trained[3:]] == [row["train/lr"] for row in straight[3:]]
+    assert [row["update"] for row in rows["r"] if "validation/loss" in row] == counted
+    run = read_run(Path("r"))
+    assert (run.state, [moment.epoch for moment in run.moments]) == ("done", [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert falconet("restore r --epoch 6").code == 0
+    assert json.loads(Path("r/summary.json").read_text())["updates"] == counted[-1] + counted[-1] - counted[-2]
+
+
+def test_checkpoints_named_by_their_updates_do_not_replace_those_of_another_global_batch(falconet, image_folder):
+    line = f"train {PHOTOS} --micro-batch-size 4 --epoch 3 --checkpoints-kept all --run-dir r"
+    assert falconet(line, "tensorflow").code == 0
+    assert falconet("restore r --micro-batch-size 12 --epoch 6 --checkpoints-kept all", "tensorflow").code == 0
+    assert [path.name for path in format.checkpoints_in(Path("r"))] == [
+        f"ckpt-{update}" for update in (6, 12, 18, 20, 22, 24)
+    ]
+
+
+def test_the_last_epochs_are_averaged_whatever_their_global_batch_was(falconet, image_folder):
+    assert falconet(f"train {PHOTOS} --epoch 3 --checkpoints-kept all --run-dir r").code == 0
+    average = "--weight-avg-strategy mean --weight-avg-epochs 3"
+    assert falconet(f"restore r --micro-batch-size 4 --epoch 5 --checkpoints-kept all {average}").code == 0
+    made = format.read_manifest(Path("r/checkpoints/resnet8-cifar_folder_5_averaged")).content["averaged"]
+    assert made["of"] == [f"resnet8-cifar_folder_{epoch}" for epoch in (2, 3, 4, 5)]
+
+
+TIMED = ("train/images_per_second", "train/waiting_percent", "validation/seconds")
+
+
+def stated(run):
+    """What the summary states, but for how long it took."""
+    content = json.loads(Path(run, "summary.json").read_text())
+    metrics = {name: value for name, value in content["metrics"].items() if name not in TIMED}
+    return metrics, *(content[name] for name in ("updates", "epochs", "ended_early", "phase", "best"))
+
+
+def dying(*_, **__):
+    raise CheckpointError("died")
+
+
+ENDS = {
+    "at the end of an epoch": "",
+    "within an epoch": "--updates 6",
+    "early": "--epoch 30 --lr 0 --early-stopping 1",
+    "not validated": "--validation-mode none",
+}
+
+
+@pytest.mark.parametrize("extra", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize(("owner", "name"), [(save, "write_average"), (summary, "write")], ids=["average", "summary"])
+def test_a_run_that_died_after_its_last_update_is_ended_by_restore(falconet, monkeypatch, extra, owner, name):
+    line = f"train {TINY} --weight-avg-strategy mean --run-dir r".replace("--epoch 2 ", "") + f" {extra or '--epoch 2'}"
+    assert falconet(line.replace("-dir r", "-dir straight")).code == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, dying)
+        assert falconet(line).code == 2
+    answer = falconet("restore r")
+    assert answer.code == 0, answer.err
+    assert "every update was made; what follows the last one is left\n" in answer.out
+    assert stated("r") == stated("straight")
+    assert_bitwise(Path("straight"), Path("r"))
+    for run in ("straight", "r"):
+        assert "nothing left to train: " in falconet(f"restore {run}").out
+
+
 MISTAKES = {
     "restore": "falconet restore: --checkpoint-input-path: is required",
     "restore --checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "restore --checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: 36 missing",
     "restore --checkpoint-input-path r --optimizer lars": "--optimizer: got 'lars', expected 'sgd', whose state",
     "restore --checkpoint-input-path r --data digits": "was trained on 3 classes, the data has 10",
+    "restore r --ema-half-life 1": "--ema-half-life: asks for a moving average, but r/checkpoints/resnet8-cifar_",
+    "restore r --loss-scaling 128": "--loss-scaling: asks for a loss scale, but r/checkpoints/resnet8-cifar_",
+    "restore r --auto-loss-scaling": "--auto-loss-scaling: asks for a loss scale, but ",
+    "restore r --precision 16.32": "--precision: asks for a loss scale, but ",
 }
 
 

@@ -108,6 +108,23 @@ def test_length_in_updates_ends_within_an_epoch_and_can_be_extended(falconet):
     assert json.loads(Path("r/summary.json").read_text())["updates"] == 7
 
 
+ALL_WARMUP = "note: all updates are warm-up, so the learning rate never reaches its peak; --warmup-epoch shortens it\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_all"), [("", False), ("--warmup-epoch 1.75", False), ("--warmup-epoch 1.8", True)]
+)
+def test_a_warm_up_that_lasts_to_the_end_is_noted(falconet, line, is_all):
+    answer = falconet(f"train {TINY} {line} --plan")  # eight updates, four per epoch
+    assert answer.code == 0, answer.err
+    assert (ALL_WARMUP in answer.out) == is_all
+
+
+def test_a_few_updates_of_the_digits_are_all_warm_up(falconet):
+    assert ALL_WARMUP in falconet("train --updates 5 --plan").out
+    assert ALL_WARMUP not in falconet("train --plan").out
+
+
 def test_options_without_effect_are_noted(falconet):
     assert (
         "note: --lr-decay has no effect without --lr-schedule step or exponential"

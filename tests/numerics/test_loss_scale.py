@@ -66,6 +66,15 @@ def test_stepped_scale_follows_the_epoch_also_after_a_restore():
     assert found == {0: 16.0, 249: 16.0, 250: 32.0, 251: 32.0, 999: 128.0}
 
 
+def test_the_epochs_of_a_stepped_scale_are_counted_from_its_first_update():
+    scale = SteppedScale(16.0, 32.0, epochs=4, updates_per_epoch=10, device=CPU, first=-30)
+    found = []
+    for update in (-11, -10):
+        scale.before(update)
+        found.append(scale.value.item())
+    assert found == [16.0, 32.0]
+
+
 def test_fixed_scale_counts_skipped_updates():
     scale = FixedScale(128.0, device=CPU)
     for update, found in enumerate((NO, YES, YES, NO)):

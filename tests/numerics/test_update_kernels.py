@@ -185,6 +185,10 @@ def test_memory_layouts_are_recognised():
     assert not is_dense(last[:, :2])
     assert same_layout(last, like=last) is last
     assert same_layout(last.contiguous(), like=last).stride() == last.stride()
+    bias = torch.arange(36.0).view(2, 18)[1]  # the second row of a fused norm's gradients
+    aligned = same_layout(bias, like=torch.empty(18))
+    assert (bias.data_ptr() % 16, aligned.data_ptr() % 16) == (8, 0)
+    assert torch.equal(aligned, bias)
 
 
 @pytest.mark.parametrize("name", ["momentum descent", "momentum rmsprop", "adamw"])

@@ -46,6 +46,12 @@ REPLICAS = {
 }
 
 
+def test_sharded_lars_is_refused_where_a_process_has_nothing_to_adapt():
+    line = f"{LINE} --replicas 2 --optimizer lars --enable-optimizer-rts --lars-skip conv1 bn1 layer.*"
+    errors = gloo.errors_in_world(2, pipeline_scenarios.several, [line], expected=2)
+    assert "--lars-skip: leaves too few weights to lars to shard its state over 2 replicas" in errors[0]
+
+
 GROUP = f"{LINE} --norm-type group --norm-num-groups 4 --trainable fc layer3"  # which a divided batch does not touch
 
 

@@ -41,8 +41,15 @@ def test_the_time_left_has_updates_and_validations():
     ],
 )
 def test_the_plan_tells_how_long_a_run_is(plan, updates, epochs):
-    found = progress_of(run_at(10, plan=plan))
+    found = progress_of(run_at(0, plan=plan))
     assert (found.updates, found.epochs) == (updates, epochs)
+
+
+def test_updates_of_another_global_batch_count_as_they_were_made():
+    """Three epochs of 22 updates, then of 11."""
+    continued = run_at(0, plan=["55 updates = 5 epochs x 11 updates; 704 images"], moments=[Moment(66, 3.0, {})])
+    found = progress_of(continued)
+    assert (found.update, found.updates, found.epoch, found.epochs) == (66, 88, 3.0, 5.0)
 
 
 def test_before_the_first_log_point_nothing_is_guessed():

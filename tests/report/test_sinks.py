@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import json
-import resource
 
 import pytest
 from hypothesis import given
@@ -104,16 +103,10 @@ def test_all_sinks_are_closed_even_if_one_raises(tmp_path):
 
 
 @pytest.fixture
-def little_room():
-    """Files may have 4,000 bytes, until `more` is called; a full disk answers in the same way."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
-
-    def more():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    yield more
-    more()
+def little_room(file_limit):
+    """Files may have 4,000 bytes, until it is called."""
+    file_limit(4000)
+    return lambda: file_limit(None)
 
 
 def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(tmp_path, little_room):

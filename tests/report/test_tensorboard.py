@@ -1,7 +1,6 @@
 """TensorBoard's own reader finds everything that was written."""
 
 import io
-import resource
 
 import numpy as np
 import pytest
@@ -160,17 +159,14 @@ def test_a_model_that_cannot_be_traced_takes_a_line(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_full_disk_takes_one_line(tmp_path, capfd):
+def test_a_full_disk_takes_one_line(tmp_path, capfd, file_limit):
     said = []
     board = Guarded("TensorBoard", lambda: TensorBoard(tmp_path), say=said.append)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    try:
-        for update in range(200):
-            board.write(update, {"train/loss": 0.5})
-        board.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file_limit(2000)
+    for update in range(200):
+        board.write(update, {"train/loss": 0.5})
+    board.close()
+    file_limit(None)
     assert said == ["note: TensorBoard: File too large; it gets nothing more"]
     assert capfd.readouterr() == ("", "")
     assert read(tmp_path).Scalars("train/loss")[0].value == 0.5

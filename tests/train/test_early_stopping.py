@@ -64,6 +64,17 @@ def test_restoring_a_run_that_ended_early_says_so_and_more_patience_continues_it
     assert summary()["updates"] == summary()["best"]["update"] + 4 * 4 > updates
 
 
+def test_another_global_batch_changes_no_patience(falconet, image_folder):
+    """24 photos: 3 updates of 8 per epoch, then 6 of 4."""
+    photos = LINE.replace("--data generated", "--data folder --data-dir photos --model resnet8-cifar --pretrained none")
+    line = f"{photos} --epoch 4 --validation-mode after --early-stopping 2"  # so the best is the newest
+    assert falconet(line).code == 0
+    answer = falconet("restore r --micro-batch-size 4 --epoch 5 --validation-mode during")
+    assert answer.code == 0, answer.err
+    assert "nothing left to train" not in answer.out
+    assert summary()["updates"] == 4 * 3 + 6
+
+
 def test_the_checkpoint_between_two_validations_continues(falconet, monkeypatch):
     """Not every epoch is validated: the patience is over only when a validation says so."""
     line = f"{LINE} --early-stopping 1 --validation-frequency 3"

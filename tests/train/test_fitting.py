@@ -101,6 +101,17 @@ def test_auto_is_the_largest_that_fits_and_trains_as_if_it_had_been_typed(falcon
     assert (stored["micro-batch-size"]["value"], stored["gradient-accumulation"]["value"]) == ("16", "4")
 
 
+@pytest.mark.parametrize("extra", ["", "--gradient-accumulation 2"])
+def test_the_config_of_a_run_states_the_updates_that_auto_found(falconet, limited, extra):
+    limited(20)
+    assert falconet(f"train {AUTO} {extra} --run-dir r").code == 0
+    stated, found = Path("r/config.yaml").read_text(), 8 if extra else 4
+    assert "micro-batch-size: 16  # trials of --micro-batch-size auto\n" in stated
+    assert f"gradient-accumulation: {found}  # trials of --micro-batch-size auto\n" in stated
+    again = falconet("train --config r/config.yaml --plan")
+    assert f"global batch {16 * found} = micro-batch 16 x accumulation {found} x replicas 1\n" in again.out
+
+
 def test_auto_fills_updates_of_several_micro_batches(falconet, limited):
     limited(1000)
     answer = falconet(f"train {AUTO} --gradient-accumulation 2 --plan")
@@ -217,6 +228,56 @@ def test_out_of_memory_names_the_micro_batch_that_fits(falconet, monkeypatch, at
     if at:
         continued = f"restore --checkpoint-input-path r --micro-batch-size {fitting - 2} --gradient-accumulation 4"
         assert falconet(continued).code == 0
+
+
+FINE_TUNED = (
+    f"{TINY} --half-res-training --weight-avg-strategy mean --fine-tune-epoch 1 --fine-tune-micro-batch-size 8"
+    " --fine-tune-gradient-accumulation 1 --fine-tune-lr 0.1"
+)
+
+
+@pytest.fixture
+def limited_at(monkeypatch):
+    """Let micro-batches of more than some images of one size fail."""
+
+    def limit(side, most):
+        plain = step.LocalStep.__call__
+
+        def until_short(self, batches, *, update, lr):
+            if batches[0].images.shape[-1] == side and len(batches[0].labels) > most:
+                raise HOST
+            return plain(self, batches, update=update, lr=lr)
+
+        monkeypatch.setattr(step.LocalStep, "__call__", until_short)
+
+    return limit
+
+
+def test_out_of_memory_in_the_fine_tuning_names_its_own_options(falconet, limited_at):
+    limited_at(16, 3)
+    answer = falconet(f"train {FINE_TUNED} --run-dir r")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    fitting = "--fine-tune-micro-batch-size 2 --fine-tune-gradient-accumulation 4"
+    assert f"; {fitting} fits here, with the same updates of 8 images; the newest checkpoint is r/" in answer.err
+    continued = falconet(f"restore r {fitting}")
+    assert continued.code == 0, continued.err
+    assert "global batch 8 = micro-batch 2 x accumulation 4 x replicas 1\n" in continued.out
+
+
+def test_out_of_memory_that_nothing_avoids_in_the_fine_tuning_names_its_options_too(falconet, limited_at):
+    limited_at(16, 0)
+    answer = falconet(f"train {FINE_TUNED} --run-dir r")
+    assert "; expected a smaller --fine-tune-micro-batch-size with more --fine-tune-gradient-accumulation" in answer.err
+
+
+@pytest.mark.parametrize("given", ["--fine-tune-micro-batch-size 8", "--fine-tune-gradient-accumulation 1"])
+def test_no_micro_batch_is_named_that_would_change_the_updates_of_the_fine_tuning(falconet, limited_at, given):
+    limited_at(12, 3)
+    both = "--fine-tune-micro-batch-size 8 --fine-tune-gradient-accumulation 1"
+    fits = "--micro-batch-size 2 --gradient-accumulation 4 fits here"
+    assert fits in falconet(f"train {FINE_TUNED} --run-dir both").err
+    answer = falconet(f"train {FINE_TUNED.replace(both, given)} --run-dir one")
+    assert answer.err.startswith("falconet train: out of memory on the host; expected a smaller --micro-batch-size")
 
 
 def test_out_of_memory_that_no_micro_batch_avoids_says_what_else_helps(falconet, limited):

@@ -116,9 +116,14 @@ def test_frozen_batchnorm_has_no_effect_without_frozen_weights(falconet):
 REPLICAS = (
     "--data generated --classes 10 --image-size 8 --iterations 3 --micro-batch-size 4 --epoch 2 --warmup-epoch 0"
     " --threads 1 --dataloader-workers 0 --device cpu --norm-type group --norm-num-groups 4 --lr 0.01"
-    " --freeze backbone --unfreeze-after 1 --bucket-size 0.01"
+    " --freeze backbone --unfreeze-after 1"
 )
-SHARED = {"averaged": "", "divided": "--enable-optimizer-rts", "adamw": "--optimizer adamw --enable-optimizer-rts"}
+SHARED = {
+    "averaged": "--bucket-size 0.01",
+    "divided": "--bucket-size 0.01 --enable-optimizer-rts",
+    "adamw": "--bucket-size 0.01 --optimizer adamw --enable-optimizer-rts",
+    "the classifier is in one process": "--enable-optimizer-rts --loss-scaling 64",
+}
 
 
 @pytest.mark.dist

@@ -179,6 +179,17 @@ def test_an_interruption_changes_neither_averages_nor_kept_checkpoints(falconet,
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
+def test_a_damaged_checkpoint_is_left_out_of_the_average_after_training(falconet):
+    line = f"train {TINY} --epoch 3 --checkpoints-kept all --validation-mode none --run-dir r"
+    assert falconet(line).code == 0
+    manifest = Path(f"r/checkpoints/{NAME}_1/manifest.json")
+    manifest.write_text(manifest.read_text()[:40])
+    answer = falconet("restore r --epoch 4 --weight-avg-strategy mean")
+    assert answer.code == 0, answer.err
+    assert f"passed over {manifest}" in answer.out
+    assert "averaged 3 checkpoints (mean)" in answer.out
+
+
 def test_stages_share_a_process_with_a_note(falconet):
     answer = falconet(f"train {HALF} --pipeline-splits layer2/0 --replicas 2 --plan")
     assert answer.code == 0, answer.err
@@ -190,6 +201,13 @@ def test_stages_share_a_process_with_a_note(falconet):
 def test_average_uses_checkpoints_of_one_phase(done, falconet):
     answer = falconet("average --checkpoint-input-path r --checkpoint-output-path other_averaged")
     assert f"averaged 2 checkpoints (mean): {NAME}_3, {NAME}_4" in answer.out
+
+
+def test_updates_of_a_fine_tuning_with_another_global_batch_are_counted_on(done, falconet):
+    answer = falconet("restore r --fine-tune-epoch 3 --fine-tune-gradient-accumulation 1")
+    assert answer.code == 0, answer.err
+    lines = [line for line in metrics("r") if "train/lr" in line]
+    assert [(line["update"], line["epoch"]) for line in lines] == [(4, 1), (8, 2), (12, 3), (16, 4), (24, 5)]
 
 
 def test_a_complete_run_has_nothing_left_and_can_be_fine_tuned_longer(done, falconet):

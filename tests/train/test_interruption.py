@@ -1,5 +1,6 @@
 """A run that ends early prints a command that continues it."""
 
+import os
 import shlex
 import signal
 import subprocess
@@ -7,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from falconet.train import run, run_folder
-from half_resolution import HALF
+from falconet.train import run, run_folder, save
+from falconet.train.evaluate import Validation
+from half_resolution import HALF, NAME, tensors
 from tiny import TINY
 
 PLACES = {
@@ -69,13 +72,60 @@ def test_ctrl_c_between_two_phases_prints_how_to_continue(falconet, monkeypatch)
     assert answer.out.splitlines()[-1] == "stopped; to continue: falconet restore r"
 
 
+def interrupted_once(monkeypatch, owner, name):
+    """Send Ctrl-C when something is called first."""
+    plain, calls = getattr(owner, name), []
+
+    def interrupted(*given, **named):
+        if not calls:
+            calls.append(signal.raise_signal(signal.SIGINT))
+        return plain(*given, **named)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+TO_CONTINUE = "to continue: falconet restore r"
+
+
+def test_ctrl_c_while_checkpoints_are_averaged_ends_the_run_before_the_next_phase(falconet, monkeypatch):
+    line = f"train {HALF} --run-dir r"
+    assert falconet(line.replace("-dir r", "-dir straight")).code == 0
+    with monkeypatch.context() as patched:
+        interrupted_once(patched, save, "write_average")
+        answer = falconet(line)
+    assert (answer.code, answer.err) == (130, "")
+    assert answer.out.splitlines()[-2:] == [f"saved r/checkpoints/{NAME}_2", TO_CONTINUE]
+    assert "phase 2 of 2 starts" not in answer.out
+    again = falconet("restore r")
+    assert again.code == 0, again.err
+    one, other = (tensors(f"{run}/checkpoints/{NAME}_4") for run in ("straight", "r"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_ctrl_c_while_checkpoints_are_validated_prints_how_to_continue(falconet, monkeypatch):
+    line = f"train {TINY} --weight-avg-strategy mean --validate-checkpoints r/checkpoints --run-dir r"
+    with monkeypatch.context() as patched:
+        interrupted_once(patched, Validation, "other")
+        answer = falconet(line)
+    assert (answer.code, answer.err) == (130, "")
+    assert answer.out.splitlines()[-2:] == [f"saved r/checkpoints/{NAME}_2", TO_CONTINUE]
+    assert not Path("r/summary.json").exists()
+    again = falconet("restore r --validate-checkpoints r/checkpoints")
+    assert again.code == 0, again.err
+    assert "written to r/validation.csv\n" in again.out
+    assert Path("r/summary.json").exists()
+
+
 @pytest.mark.run
 def test_a_file_size_limit_is_found_before_the_first_update(tmp_path):
     limit = 40_000  # bytes that one file may have; the weights have 300 kB
     line = [sys.executable, "-m", "falconet", "train", *TINY.split(), "--run-dir", "r"]
     small = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
     small += "os.execv(sys.argv[1], sys.argv[1:])"
-    ended = subprocess.run([sys.executable, "-c", small, *line], cwd=tmp_path, capture_output=True, text=True)
+    variables = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # cut short by the limit, it breaks every later import
+    ended = subprocess.run(
+        [sys.executable, "-c", small, *line], cwd=tmp_path, env=variables, capture_output=True, text=True
+    )
     assert ended.returncode == 2, ended.stderr
     assert "r/checkpoints: no room for a checkpoint of 0.7 MB (File too large); raise the limit, which" in ended.stderr
     assert ended.stderr.count("\n") == 1

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import resource
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -332,7 +331,7 @@ def test_a_validation_is_written_printed_and_compared_with_the_best(desk):
     for _ in range(4):
         at.train(1.0)
         at.validation.run()
-    assert at.output.measurements.best == (90.0, 2, 1.5)  # of two equal ones the earlier
+    assert at.output.measurements.best == (90.0, 2, 1.5, 2 / UPDATES)  # of two equal ones the earlier
     assert at.notes[0] == (
         1,
         {
@@ -360,7 +359,7 @@ def test_of_equally_accurate_validations_the_lowest_loss_is_the_best(desk):
         at.validation.run()
         marked.append(at.rows[-1][-1] == "*")
     assert marked == [True, True, False, False, False]
-    assert at.output.measurements.best == (100.0, 2, 0.1)
+    assert at.output.measurements.best == (100.0, 2, 0.1, 2 / UPDATES)
 
 
 def test_a_moving_average_that_is_as_accurate_counts_with_its_lower_loss(desk):
@@ -368,7 +367,7 @@ def test_a_moving_average_that_is_as_accurate_counts_with_its_lower_loss(desk):
     at.accuracies = [found(200, loss=0.5), found(200, loss=0.3)]
     at.train(1.0)
     at.validation.run()
-    assert at.output.measurements.best == (100.0, 1, 0.3)
+    assert at.output.measurements.best == (100.0, 1, 0.3, 1 / UPDATES)
     at.saving.save()
     assert format.verify(at.saving.finish()).better_stem == "ema"
 
@@ -378,7 +377,7 @@ def test_the_moving_average_is_validated_too_and_may_be_the_best(desk):
     at.accuracies = [found(100), found(120)]
     at.train(1.0)
     at.validation.run()
-    assert at.output.measurements.best == (60.0, 1, 1.5)
+    assert at.output.measurements.best == (60.0, 1, 1.5, 1 / UPDATES)
     assert at.notes[0][1]["validation_ema/accuracy"] == 60.0
     assert at.notes[0][1]["validation/accuracy"] == 50.0
     assert at.rows[0][4:6] == ["50.00%", "60.00%"]
@@ -426,7 +425,7 @@ def test_a_checkpoint_stores_progress_totals_and_metrics_of_its_update_only(desk
     assert first.metrics["validation_accuracy"] == first.metrics["score"] == 75.0
     assert first.metrics["train_loss"] == 1.5
     assert second.metrics == {}
-    assert second.content["best"] == [75.0, 2, 1.5]
+    assert second.content["best"] == [75.0, 2, 1.5, 2 / UPDATES]
     assert Progress.from_json(second.meter) == at.progress
     assert second.class_names == ("x", "y", "z")
 
@@ -565,7 +564,7 @@ def test_what_a_validation_finds_is_added_to_a_checkpoint_already_written(desk):
         assert late.files == early.files
         assert late.meter["unvalidated"] is False
     assert late.metrics["validation_accuracy"] == late.metrics["score"] == 50.0
-    assert late.content["best"] == [75.0, UPDATES, 1.5]
+    assert late.content["best"] == [75.0, UPDATES, 1.5, 1.0]
     assert updates_saved(at) == [UPDATES, 2 * UPDATES]  # the best and the newest
 
 
@@ -580,20 +579,17 @@ def test_a_killed_amendment_leaves_the_checkpoint_whole(desk, monkeypatch):
     assert len(list(at.saving.folder.iterdir())) == 1
 
 
-def test_training_does_not_start_without_room_for_a_checkpoint(desk, monkeypatch):
+def test_training_does_not_start_without_room_for_a_checkpoint(desk, file_limit, monkeypatch):
     at = desk()
     at.saving.folder.mkdir()
     at.saving.check_room()
     assert list(at.saving.folder.iterdir()) == []
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a quota would
-    try:
-        with pytest.raises(
-            DiskError, match=r"checkpoints: no room for a checkpoint of 0\.1 MB \(File too large\); raise the limit"
-        ):
-            at.saving.check_room()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file_limit(4096)
+    with pytest.raises(
+        DiskError, match=r"checkpoints: no room for a checkpoint of 0\.1 MB \(File too large\); raise the limit"
+    ):
+        at.saving.check_room()
+    file_limit(None)
     monkeypatch.setattr(save, "MANIFEST_BYTES", 1 << 60)
     with pytest.raises(DiskError, match="No space left on device"):
         at.saving.check_room()

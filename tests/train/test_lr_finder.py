@@ -53,6 +53,15 @@ def test_layers_that_are_frozen_at_first_stay_so_in_the_range_test(falconet):
     assert found() == found("frozen")
 
 
+def test_the_range_test_has_the_image_size_that_the_run_starts_with(falconet):
+    line = f"train {DIGITS} --epoch 2 --updates 1 --optimizer adamw --lr auto --resolution-schedule 4:1"
+    for run, later in (("r", "8:2"), ("small", "")):
+        answer = falconet(f"{line} {later} --run-dir {run}")
+        assert answer.code == 0, answer.err
+    assert len(found()["rates"]) > 1437 // 32  # more than an epoch
+    assert found() == found("small")
+
+
 def test_the_screen_names_the_plot_and_counts_the_rates(falconet, monkeypatch):
     monkeypatch.setattr("falconet.report.console.SILENCE", 0.0)
     answer = falconet(f"train {TINY} --lr auto --run-dir r")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from falconet.checkpoint.manifest import Progress
 from falconet.config.commands import TrainOptions
 from falconet.config.load import parse
 from falconet.config.settings import LINE, Setting
@@ -228,6 +229,43 @@ def test_a_later_phase_continues_the_counts_of_the_one_before():
     halves = [0.5 * (1 + math.cos(math.pi * done / 8)) for done in range(8)]
     assert [made.lr(update) for update in range(35, 43)] == pytest.approx([0.1 * half for half in halves])
     assert made.lines()[1].startswith("8 updates = 2 epochs x 4 updates; 32 images")
+
+
+BATCHES = {  # updates per epoch of the checkpoint's batch and of the plan's -> updates made, made in all of 5 epochs
+    (10, 10): (30, 50),
+    (20, 10): (60, 80),
+    (5, 10): (15, 35),
+}
+
+
+@pytest.mark.parametrize(("before", "now"), BATCHES)
+def test_a_run_that_continues_with_another_global_batch_counts_its_updates_on(before, now):
+    fresh = plan(epochs=5, updates_per_epoch=now, frozen_epochs=4, patience=2)
+    made, total = BATCHES[before, now]
+    assert made == 3 * before
+    continued = fresh.continuing(Progress(epoch=3, images=0, update=made))
+    assert (continued.place(made), continued.updates) == ((3, 0), total)
+    assert [continued.epoch_at(update) for update in (made, made + now, total)] == [3.0, 4.0, 5.0]
+    assert [continued.lr(made + done) for done in range(2 * now)] == [
+        fresh.lr(3 * now + done) for done in range(2 * now)
+    ]
+    assert continued.unfrozen_at == made + now
+    assert continued.lines() == fresh.lines()
+    assert [continued.ends_early(made + now, best=best) for best in (2.0, 3.0)] == [True, False]
+    again = fresh.continuing(Progress(epoch=4, images=0, update=made + now))
+    assert again == continued
+
+
+def test_weights_that_stop_to_train_do_so_at_the_same_epoch_with_another_global_batch():
+    continued = plan(trained_epochs=2.5).continuing(Progress(epoch=1, images=0, update=20))
+    assert continued.epoch_at(continued.frozen_from) == 2.5
+
+
+def test_a_checkpoint_within_an_epoch_continues_only_with_a_batch_that_divides_its_images():
+    made = plan(updates_per_epoch=10).continuing(Progress(epoch=1, images=40, update=30))
+    assert (made.place(30), made.updates) == ((1, 5), 45)
+    with pytest.raises(ConfigError, match="12 images into an epoch, which a global batch of 8 does not divide"):
+        plan().continuing(Progress(epoch=1, images=12, update=30))
 
 
 def test_a_limit_in_updates_ends_within_an_epoch_with_log_validation_and_save():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from falconet.checkpoint import format
+from falconet.errors import CheckpointError
 from tiny import TINY
 
 LINE = f"train {TINY} --logs-per-epoch 4 --run-dir r --resume"
@@ -44,6 +45,22 @@ def test_a_finished_run_is_left_alone(falconet):
     assert answer.code == 0
     assert "nothing left to train" in answer.out
     assert {path: path.stat().st_mtime_ns for path in Path("r/checkpoints").rglob("*")} == before
+
+
+def test_a_run_that_died_after_its_last_update_is_ended(falconet, monkeypatch):
+    from falconet.train import summary
+
+    def dies(*_, **__):
+        raise CheckpointError("died")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(summary, "write", dies)
+        assert falconet(LINE).code == 2
+    assert not Path("r/summary.json").exists()
+    answer = falconet(LINE)
+    assert answer.code == 0, answer.err
+    assert Path("r/summary.json").exists()
+    assert "nothing left to train" in falconet(LINE).out
 
 
 def test_a_run_that_saved_elsewhere_keeps_its_log_when_that_place_is_not_named(falconet):

@@ -114,8 +114,12 @@ def _table(flat: tuple[int, ...]) -> Tensor:
 
 
 def same_layout(grad: Tensor, *, like: Tensor) -> Tensor:
-    """`grad` in the memory layout of `like`; a copy only where a backward pass broke autograd's layout contract."""
-    if grad.stride() == like.stride():
+    """`grad` in the memory layout of `like`, aligned for the kernels.
+
+    It is a copy only where a backward pass broke autograd's layout contract, or gave a part of a larger tensor: a fused
+    norm's gradients of weight and bias are two rows of one.
+    """
+    if grad.stride() == like.stride() and grad.data_ptr() % ALIGNMENT == 0:
         return grad
     return torch.empty_like(like, dtype=grad.dtype).copy_(grad)
 
