@@ -64,6 +64,7 @@ class ShardedReplicas(AveragedReplicas):
         self._piece = {piece.name: piece for piece in self.pieces}
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._number = {name: number for number, name in enumerate(trained)}
+        self.trains = bool(trained)  # a stage of a pipeline may train nothing
         self._adapting: Sequence[Piece] = ()  # those whose parameters have their own learning rate
         self._uploaded: dict[tuple[int, ...], Tensor] = {}
         self.trained = nn.Module()

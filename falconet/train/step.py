@@ -110,7 +110,8 @@ class ScaledMove:
         self._step = step or optimizer.step
         shards = elsewhere.shards
         self._trained = [p for p in (shards.trained if shards else model).parameters() if p.requires_grad]
-        self._everywhere, self._stages = shards.flags if shards else _same, elsewhere.stages
+        self._everywhere = shards.flags if shards and shards.trains else _same
+        self._stages = elsewhere.stages
         self._watched = watched(model)
         device = scale.value.device
         self._places = torch.arange(len(self._trained), device=device).unbind()

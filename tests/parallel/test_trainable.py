@@ -108,6 +108,20 @@ def test_sharded_state_covers_only_the_trained_weights(found):
         assert not any(name.startswith(("conv1", "bn1", "layer1.0.conv")) for name in names)
 
 
+SPLIT = f"{GROUP} --replicas 2 --pipeline-splits layer2/0 --loss-scaling 64"  # whose first stage trains nothing
+
+
+def test_replicas_divide_the_state_of_one_stage_and_nothing_of_another():
+    recipes = ["", "--precision 16.16"]
+    lines = [f"{SPLIT} {recipe}{divided}" for recipe in recipes for divided in ("", " --enable-optimizer-rts")]
+    whole, divided, whole_half, divided_half = gloo.in_world(4, pipeline_scenarios.several, lines)[0]
+    for one, other in ((whole, divided), (whole_half, divided_half)):
+        assert one["tensors"].keys() == other["tensors"].keys()
+        for name, values in one["tensors"].items():
+            np.testing.assert_array_equal(other["tensors"][name], values, err_msg=name)
+        assert (one["losses"], one["counts"]) == (other["losses"], other["counts"])
+
+
 def test_two_replicas_match_one_with_twice_the_accumulation(found):
     whole = pipeline_scenarios.alone(f"{GROUP} --gradient-accumulation 8")["tensors"]
     for name, values in whole.items():
