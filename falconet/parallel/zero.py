@@ -86,9 +86,10 @@ class ShardedReplicas(AveragedReplicas):
         return super().announced(micro_batches)
 
     def adapt(self, pieces: Sequence[Piece]) -> None:
-        """Sum the `norms` of these pieces' parameters, in every process at once: each must have one."""
+        """Sum the `norms` of these pieces' parameters, in every process at once: all must have some, or none any."""
         self._adapting = pieces
-        if self._world.max(torch.tensor(int(not pieces))):
+        some_lack, some_have = self._world.max(torch.tensor([not pieces, bool(pieces)]).int()).tolist()
+        if some_lack and some_have:
             raise ConfigError(
                 f"--lars-skip: leaves too few weights to lars to shard its state over {self._world.size} replicas;"
                 " expected fewer patterns, or no --enable-optimizer-rts"
