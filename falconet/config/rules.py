@@ -315,12 +315,6 @@ def _one_choice_of_weights(options: Any) -> str | None:
         return "--freeze: contradicts --trainable, which names what is trained; expected one of the two"
     if training.freeze is not None and options.fine_tuning.half_res_training:
         return "--freeze: does not work with --half-res-training; expected --fine-tune-first-trainable-layer"
-    tuning = options.fine_tuning
-    if training.trainable and tuning.half_res_training and tuning.fine_tune_first_trainable_layer is not None:
-        return (
-            "--trainable: contradicts --fine-tune-first-trainable-layer, which alone says what fine-tuning trains;"
-            " expected one of the two"
-        )
     if training.unfreeze_after is not None and training.freeze is None:
         return "--unfreeze-after: needs --freeze, which says what is frozen until then"
     if training.freeze_after is not None and training.freeze is None:

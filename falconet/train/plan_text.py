@@ -193,7 +193,8 @@ def _weights(built: BuiltPhase) -> list[str]:
     lines += [setup.pretrained.describe(built.images.class_names)] if setup.pretrained else []
     patterns, trains = built.options.training.trainable, f"trains {placement.trained_parameters:,}"
     if setup.first_trained is not None:
-        lines.append(f"{trains} parameters, from {setup.first_trained}; the layers before it are frozen")
+        also = ", whatever --trainable names" if patterns else ""
+        lines.append(f"{trains} parameters, from {setup.first_trained}; the layers before it are frozen{also}")
     elif built.options.training.freeze is not None:
         frozen = f"{trains} of {placement.parameters:,} parameters: --freeze {built.options.training.freeze}"
         epochs = built.options.training.unfreeze_after

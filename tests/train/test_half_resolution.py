@@ -132,6 +132,14 @@ def test_both_phases_are_planned(falconet):
     assert [line for line in PLANNED[4:] if line not in second] == []
 
 
+def test_the_layers_of_fine_tuning_are_planned_beside_those_of_the_first_phase(falconet):
+    answer = falconet(f"train {HALF} --trainable fc --plan")
+    assert answer.code == 0, answer.err
+    first, _, second = answer.out.partition(PLANNED[3])
+    assert "parameters: those that match fc\n" in first
+    assert f"{PLANNED[4]}, whatever --trainable names\n" in second
+
+
 def test_each_phase_trains_at_its_image_size_and_validates_at_full_size(falconet, monkeypatch, image_folder):
     from falconet.train import evaluate
     from falconet.train.step import LocalStep

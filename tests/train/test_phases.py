@@ -74,9 +74,6 @@ def test_fine_tuning_trains_what_the_first_phase_trains():
 REFUSED = {
     "--half-res-training --weight-avg-strategy mean": "--half-res-training: needs --fine-tune-epoch, the epochs at",
     "--half-res-training --fine-tune-epoch 1": "--half-res-training: needs --weight-avg-strategy mean or exponential",
-    f"{LINE} --trainable fc --fine-tune-first-trainable-layer layer4/0": (
-        "--trainable: contradicts --fine-tune-first-trainable-layer, which alone says what fine-tuning trains"
-    ),
     f"{LINE} --fine-tune-epoch 0": "--fine-tune-epoch: got '0', expected a whole number, at least 1",
     f"{LINE} --fine-tune-lr -1": "--fine-tune-lr: got '-1', expected a number, at least 0",
     f"{LINE} --fine-tune-micro-batch-size 0": "--fine-tune-micro-batch-size: got '0', expected a whole number, at",
