@@ -296,6 +296,8 @@ def _average(saving: Saving, validation: Validation, how: Averaging, *, suffix: 
             and (saving.was_due(progress) or progress.update == final)
         ]
         folders = select(due, how.last, phase=plan.phase)
+        if not folders:
+            raise CheckpointError(f"{saving.folder}: contains no undamaged checkpoint to average")
         name = saving.output.style.average_name(_in_words(how, len(folders)))
         to = folders[-1].with_name(name) if name else averaged_name(folders[-1], suffix)
         write_average(folders, made_of(folders, how), weights=average(folders, how), to=to)

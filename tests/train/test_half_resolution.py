@@ -198,6 +198,30 @@ def test_a_damaged_checkpoint_is_left_out_of_the_average_after_training(falconet
     assert "averaged 3 checkpoints (mean)" in answer.out
 
 
+@pytest.fixture
+def torn(monkeypatch):
+    """Names of checkpoints that lose their last bytes before the average after training; a list to fill."""
+    from falconet.train import save
+
+    names, make = [], save.average_after_training
+
+    def tear_and_make(saving, *args, **more):
+        for name in names:
+            path = saving.folder / name / "model.safetensors"
+            path.write_bytes(path.read_bytes()[:-3])
+        return make(saving, *args, **more)
+
+    monkeypatch.setattr(save, "average_after_training", tear_and_make)
+    return names
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_ends_with_one_line(falconet, torn):
+    torn += [f"{NAME}_1", f"{NAME}_2"]
+    answer = falconet(f"train {TINY} --weight-avg-strategy mean --validation-mode none --run-dir r")
+    assert answer.code == 2
+    assert answer.err == "falconet train: r/checkpoints: contains no undamaged checkpoint to average\n"
+
+
 def test_stages_share_a_process_with_a_note(falconet):
     answer = falconet(f"train {HALF} --pipeline-splits layer2/0 --replicas 2 --plan")
     assert answer.code == 0, answer.err
