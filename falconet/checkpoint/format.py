@@ -188,15 +188,17 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 def undamaged(path: Path, note: Callable[[str], None]) -> list[Path]:
     """The checkpoints of `checkpoints_in` that are whole, file by file; the others are noted."""
-    found = []
-    for folder in checkpoints_in(path):
-        try:
-            verify(folder)
-        except CheckpointError as error:
-            note(f"passed over {error}")
-        else:
-            found.append(folder)
-    return found
+    return [folder for folder in checkpoints_in(path) if is_whole(folder, note)]
+
+
+def is_whole(folder: Path, note: Callable[[str], None]) -> bool:
+    """Whether `verify` accepts a checkpoint; one that it refuses is noted."""
+    try:
+        verify(folder)
+    except CheckpointError as error:
+        note(f"passed over {error}")
+        return False
+    return True
 
 
 def choose(path: Path, which: Which, note: Callable[[str], None]) -> Checkpoint:
@@ -224,7 +226,7 @@ def newest_whole(path: Path, note: Callable[[str], None]) -> Path:
 
 
 def _after_epoch(path: Path, found: Sequence[Path], epoch: int) -> Checkpoint:
-    readable = [(folder, manifest) for folder in found if (manifest := _readable(folder))]
+    readable = [(folder, manifest) for folder in found if (manifest := readable_manifest(folder))]
     whole = [(folder, each) for folder, each in readable if not each.progress.images and not each.averaged]
     for folder, manifest in whole:
         if manifest.progress.epoch == epoch:
@@ -259,7 +261,7 @@ def _first_whole(path: Path, candidates: Sequence[Path], note: Callable[[str], N
 def whole_after(path: Path, progress: Progress) -> Path | None:
     """Find the newest checkpoint in `path` that verifies, is not an average and is further on than `progress`."""
     for folder in _newest_first(checkpoints_in(path)):
-        manifest = _readable(folder)
+        manifest = readable_manifest(folder)
         if manifest and not manifest.averaged and _order(manifest.progress) > _order(progress):
             with contextlib.suppress(CheckpointError):
                 verify(folder)
@@ -287,7 +289,8 @@ def _children(home: Path) -> list[Path]:
     return sorted((p for p in home.iterdir() if not p.name.startswith(".") and looks_like_one(p)), key=_age)
 
 
-def _readable(folder: Path) -> Manifest | None:
+def readable_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint, if it can be read."""
     with contextlib.suppress(CheckpointError):
         return read_manifest(folder)
     return None
@@ -295,7 +298,7 @@ def _readable(folder: Path) -> Manifest | None:
 
 def _age(folder: Path) -> tuple[bool, int, int, int, str]:
     """Sort key: by progress; unreadable ones last, by name."""
-    manifest = _readable(folder)
+    manifest = readable_manifest(folder)
     progress = manifest.progress if manifest else Progress(0, 0, 0)
     return manifest is None, *_order(progress), folder.name
 
@@ -306,20 +309,20 @@ def _order(progress: Progress) -> tuple[int, int, int]:
 
 def _newest_first(folders: list[Path]) -> list[Path]:
     """Averages last, because training cannot resume exactly from one."""
-    averages = [folder for folder in reversed(folders) if (manifest := _readable(folder)) and manifest.averaged]
+    averages = [folder for folder in reversed(folders) if (manifest := readable_manifest(folder)) and manifest.averaged]
     return [folder for folder in reversed(folders) if folder not in averages] + averages
 
 
 def _best_first(folders: list[Path]) -> list[Path]:
     """By rank, the rest from the newest on; unreadable ones, any of which may have been the best, come first."""
-    unreadable = [folder for folder in folders if _readable(folder) is None]
+    unreadable = [folder for folder in folders if readable_manifest(folder) is None]
     ranks = {folder: found for folder in folders if (found := _rank(folder)) is not None}
     best = sorted(ranks, key=ranks.__getitem__, reverse=True)  # stable: equal ones stay in their order
     return [*unreadable, *best, *(each for each in _newest_first(folders) if each not in (*unreadable, *best))]
 
 
 def _rank(folder: Path) -> tuple[float, float] | None:
-    manifest = _readable(folder)
+    manifest = readable_manifest(folder)
     return manifest.rank if manifest else None
 
 

@@ -4,6 +4,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ SHORTEST, LONGEST = 1.0, 30.0  # seconds between two attempts to save while the 
 PATIENCE = 3600.0  # seconds that a paused run keeps trying
 GLANCE = 0.2  # seconds between looks at whether it was asked to stop
 MANIFEST_BYTES = 1 << 16  # at most, except with thousands of classes
+
+IsWhole = Callable[[Path], bool]  # of a checkpoint; says why not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,31 +275,27 @@ def average_after_training(
     saving: Saving, validation: Validation, asked: commands.TrainOptions, *, world: World
 ) -> Path:
     """Write and measure every average that was asked for; the first one is what a next phase starts with."""
-    first = _average(saving, validation, rule_of(asked.averaging), suffix="", world=world)
+
+    @cache  # several averages may need a checkpoint, whose files take seconds to read
+    def is_whole(folder: Path) -> bool:
+        return format.is_whole(folder, saving.output.screen.line)
+
+    first = _average(saving, validation, rule_of(asked.averaging), suffix="", is_whole=is_whole, world=world)
     for text in asked.averaging.weight_avg_also:
         more = further_average(text)
         assert more is not None, "the rules of the options refuse others"
         how = Averaging(strategy=more.strategy, decay=more.decay, last=more.last, epochs=more.epochs)
-        _average(saving, validation, how, suffix=more.suffix, world=world)
+        _average(saving, validation, how, suffix=more.suffix, is_whole=is_whole, world=world)
     return first
 
 
-def _average(saving: Saving, validation: Validation, how: Averaging, *, suffix: str, world: World) -> Path:
+def _average(
+    saving: Saving, validation: Validation, how: Averaging, *, suffix: str, is_whole: IsWhole, world: World
+) -> Path:
     """Average the phase's checkpoints in the first process, and measure the result in all of them."""
 
     def written() -> str:
-        # Without what an interruption saved: an uninterrupted run must give the same average.
-        saved, plan = format.undamaged(saving.folder, saving.output.screen.line), saving.plan
-        final = saving.state.progress.update  # saved out of turn by a training that ended early
-        progresses = {folder: format.read_manifest(folder).progress for folder in saved}
-        first = -math.inf if how.epochs is None else final - how.epochs * plan.updates_per_epoch
-        due = [
-            each
-            for each, progress in progresses.items()
-            if plan.update_after(progress.epoch, progress.images) >= first
-            and (saving.was_due(progress) or progress.update == final)
-        ]
-        folders = select(due, how.last, phase=plan.phase)
+        folders = _averaged_folders(saving, how, is_whole=is_whole)
         if not folders:
             raise CheckpointError(f"{saving.folder}: contains no undamaged checkpoint to average")
         name = saving.output.style.average_name(_in_words(how, len(folders)))
@@ -312,6 +312,27 @@ def _average(saving: Saving, validation: Validation, how: Averaging, *, suffix: 
         origin = Origin(model=saving.identity.model, data=saving.identity.data, loss=None, accuracy=None)
         validation.average(to.name, suffix=suffix, origin=origin)
     return to
+
+
+def _averaged_folders(saving: Saving, how: Averaging, *, is_whole: IsWhole) -> list[Path]:
+    """The whole checkpoints of this phase that an average is of, oldest first; no more are looked at than it takes.
+
+    Without what an interruption saved: an uninterrupted run must give the same average.
+    """
+    plan, due = saving.plan, []
+    final = saving.state.progress.update  # saved out of turn by a training that ended early
+    first = -math.inf if how.epochs is None else final - how.epochs * plan.updates_per_epoch
+    for folder in format.checkpoints_in(saving.folder):
+        manifest = format.readable_manifest(folder)
+        if manifest is None:
+            is_whole(folder)  # which says why not
+            continue
+        progress = manifest.progress
+        in_turn = saving.was_due(progress) or progress.update == final
+        if in_turn and plan.update_after(progress.epoch, progress.images) >= first:
+            due.append(folder)
+    newest_first = filter(is_whole, reversed(select(due, None, phase=plan.phase)))
+    return list(islice(newest_first, how.last))[::-1]
 
 
 def _in_words(how: Averaging, count: int) -> str:

@@ -222,6 +222,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_ends_with_one_line(falconet, to
     assert answer.err == "falconet train: r/checkpoints: contains no undamaged checkpoint to average\n"
 
 
+def test_each_checkpoint_that_an_average_takes_is_looked_at_once(falconet, torn):
+    torn += [f"{NAME}_1", f"{NAME}_3"]
+    averages = "--weight-avg-strategy mean --weight-avg-N 2 --weight-avg-also epochs:2"
+    answer = falconet(f"train {TINY} --epoch 4 {averages} --validation-mode none --run-dir r")
+    assert answer.code == 0, answer.err
+    passed = [line for line in answer.out.splitlines() if line.startswith("passed over")]
+    assert [line.partition(": ")[0] for line in passed] == [f"passed over r/checkpoints/{NAME}_3/model.safetensors"]
+    made = [format.read_manifest(path).content["averaged"]["of"] for path in Path("r/checkpoints").glob("*averaged*")]
+    assert made == [[f"{NAME}_2", f"{NAME}_4"]] * 2
+
+
 def test_stages_share_a_process_with_a_note(falconet):
     answer = falconet(f"train {HALF} --pipeline-splits layer2/0 --replicas 2 --plan")
     assert answer.code == 0, answer.err
