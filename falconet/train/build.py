@@ -201,13 +201,11 @@ class BuiltPhase:
         self.images = self.full_size.at_reduced_size() if self.phase.is_reduced else self.full_size
         _check_resolutions(self.options, self.images)
         _check_resident(self.options, self.images)
-        plan = plan_of(
-            self.phase,
-            images=len(self.images.train),
-            shape=self.shape,
-            updates_before=before.plan.updates if before else 0,
-        )
-        self.plan: Plan = plan.continuing(self.restored.manifest.progress) if self.restored else plan
+        planned = partial(plan_of, self.phase, images=len(self.images.train), shape=self.shape)
+        plan = planned(updates_before=before.plan.updates if before else 0)
+        if self.restored:
+            plan = planned(updates_before=plan.start_of(self.restored.manifest.progress))
+        self.plan: Plan = plan
         self.offender = Offender(site.world.device)
         self.placement: Placement = self._place()
 

@@ -119,7 +119,7 @@ class Plan:
     first_saved: int = 0  # epochs done at the first save; 0: one interval
     phase: int = 1
     epochs_before: int = 0  # of earlier phases; epochs and updates are counted through the whole run
-    updates_before: int = 0  # the count that this phase starts at; see `continuing`
+    updates_before: int = 0  # the count that this phase starts at; see `start_of`
     limit: int | None = None  # updates of this phase, which may end within an epoch
     frozen_epochs: int | None = None  # after which frozen weights are trained too; None: never
     trained_epochs: float | None = None  # after which what is frozen from then on stops to train; None: never
@@ -170,20 +170,19 @@ class Plan:
         """The update, as this plan counts, that ends after whole epochs and some images of the next one."""
         return self.update_at(epoch, images // self.global_batch)
 
-    def continuing(self, done: Progress) -> "Plan":
-        """The plan of a run that continues from a checkpoint, perhaps with another global batch.
+    def start_of(self, done: Progress) -> int:
+        """The `updates_before` of a run that continues from a checkpoint, perhaps with another global batch.
 
         Updates that were made keep their numbers, and those to come are counted on from them: logs, trackers and the
-        names of checkpoints go by the number. Epochs are counted as if the whole run had this global batch, so
-        `updates_before` may lie above or below the number of updates that were made before this phase.
+        names of checkpoints go by the number. Epochs are counted as if the whole run had this global batch, so it may
+        lie above or below the number of updates that were made before this phase.
         """
         if done.images % self.global_batch:
             raise ConfigError(
                 f"--micro-batch-size: the checkpoint is {done.images:,} images into an epoch, which a global batch of"
                 f" {self.global_batch} does not divide; expected the one it was trained with"
             )
-        shift = done.update - self.update_after(done.epoch, done.images)
-        return replace(self, updates_before=self.updates_before + shift)
+        return self.updates_before + done.update - self.update_after(done.epoch, done.images)
 
     def epoch_at(self, update: int) -> float:
         """`place` as one number."""
@@ -296,6 +295,8 @@ def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int
     options = phase.options
     per_epoch = updates_in_epoch(images, shape.global_batch)
     limit = options.training.limit(per_epoch)
+    if options.training.updates is not None:  # of the whole run, which has one phase
+        limit = max(1, options.training.updates - updates_before)
     return Plan(
         epochs=options.training.epochs if limit is None else ceil(limit / per_epoch),
         limit=limit,
@@ -303,7 +304,7 @@ def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int
         micro_batch=shape.micro_batch,
         accumulation=shape.accumulation,
         replicas=shape.replicas,
-        schedule=_schedule_of(phase, per_epoch),
+        schedule=_schedule_of(phase, per_epoch, limit=limit),
         logs_per_epoch=options.logging.logs_per_epoch,
         log_interval=options.logging.log_interval,
         validation_mode="none" if options.data.data == "synthetic" else options.validation.validation_mode,
@@ -320,9 +321,9 @@ def plan_of(phase: Phase, *, images: int, shape: BatchShape, updates_before: int
     )
 
 
-def _schedule_of(phase: Phase, per_epoch: int) -> Schedule:
+def _schedule_of(phase: Phase, per_epoch: int, *, limit: int | None) -> Schedule:
+    """`limit`: the length in updates, if it is not one of whole epochs."""
     rate, training = phase.options.learning_rate, phase.options.training
-    limit = training.limit(per_epoch)
     updates = limit or training.epochs * per_epoch
     return Schedule(
         kind=rate.lr_schedule,

@@ -207,7 +207,7 @@ def _nothing_left(built: BuiltPhase, progress: Progress) -> str | None:
     if progress.update < built.plan.updates:
         return None
     if built.options.training.updates is not None:
-        length = _all(built.plan.updates, "update")
+        length = _all(built.options.training.updates, "update")
     elif built.options.training.has_whole_epochs:
         length = _all(built.plan.last_epoch, "epoch")
     else:

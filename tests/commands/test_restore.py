@@ -239,6 +239,16 @@ def test_updates_of_another_global_batch_are_counted_on(falconet, image_folder, 
     assert json.loads(Path("r/summary.json").read_text())["updates"] == counted[-1] + counted[-1] - counted[-2]
 
 
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_length_in_updates_is_kept_with_another_global_batch(falconet, image_folder, size):
+    assert falconet(f"train {PHOTOS} --updates 6 --run-dir r").code == 0
+    answer = falconet(f"restore r --updates 12 --micro-batch-size {size}")
+    assert answer.code == 0, answer.err
+    assert "restored r/checkpoints/resnet8-cifar_folder_2, update 6 of 12\n" in answer.out
+    assert json.loads(Path("r/summary.json").read_text())["updates"] == 12
+    assert "nothing left to train: all 12 updates are done; a larger --updates" in falconet("restore r").out
+
+
 def test_checkpoints_named_by_their_updates_do_not_replace_those_of_another_global_batch(falconet, image_folder):
     line = f"train {PHOTOS} --micro-batch-size 4 --epoch 3 --checkpoints-kept all --run-dir r"
     assert falconet(line, "tensorflow").code == 0
