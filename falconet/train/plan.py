@@ -22,7 +22,7 @@ class Phase:
     options: TrainOptions  # the run's, changed to what this phase does
     epochs_before: int = 0
     is_reduced: bool = False  # trains on smaller images than it validates on
-    first_trained: str | None = None  # layers before it are frozen; None: all are trained
+    first_trained: str | None = None  # layers before it are frozen; None: what phase 1 trains is trained
     length: str = "--epoch"  # the option that sets its length
     accumulation: str = "--gradient-accumulation"  # the option that sets its micro-batches per update
 
