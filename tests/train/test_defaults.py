@@ -37,6 +37,26 @@ def test_a_named_config_replaces_the_one_for_photos(falconet, tmp_path):
     assert (stated["data"], stated["optimizer"], stated["epoch"]) == ("folder", "sgd", 3)
 
 
+LEFT_OUT = "note: mine.yaml has no `extends: photos`: what it leaves out has general defaults, such as random weights"
+
+
+@pytest.mark.usefixtures("photos")
+def test_a_file_that_leaves_out_the_config_for_photos_has_a_note(falconet, tmp_path):
+    line = f"train photos --config mine.yaml {SMALL} --plan"
+    for text, is_noted in {
+        "epoch: 3\n": True,
+        "extends: photos\nepoch: 3\n": False,
+        "pretrained: none\nepoch: 3\n": False,
+    }.items():
+        (tmp_path / "mine.yaml").write_text(text)
+        answer = falconet(line)
+        assert answer.code == 0, answer.err
+        assert (LEFT_OUT in answer.out.splitlines()) == is_noted, text
+    (tmp_path / "mine.yaml").write_text("epoch: 3\n")
+    assert LEFT_OUT not in falconet(f"{line} --pretrained none").out
+    assert LEFT_OUT not in falconet(f"train --data digits --config mine.yaml {SMALL} --plan").out
+
+
 def test_the_data_folder_of_other_data_implies_nothing(falconet):
     assert planned(falconet("train --data digits --data-dir nowhere --plan"))["data"] == "digits"
 
