@@ -27,6 +27,7 @@ from falconet.config.settings import (
     CHECKPOINT,
     DEFAULT,
     LINE,
+    WEIGHTS,
     Setting,
     apart,
     from_checkpoint,
@@ -62,7 +63,14 @@ class Loaded(Generic[Options_co]):
     def over(self, table: Mapping[str, Mapping[str, object]]) -> "Loaded[Options_co]":
         """The same line over the options that a checkpoint stores, which settle the recipe's automatic ones."""
         settled = unsettled(self.line) & table.keys()
+        if table.get("model", {}).get("source") == WEIGHTS and not self.chooses("model"):
+            settled |= {"model"}
         return load_options(type(self.options), [each for each in self.line if each.bare not in settled], table)
+
+    def chooses(self, name: str) -> bool:
+        """Whether the user chose a value that weights may give too; the model of the config for photos is a default."""
+        source = self.sources.get(name)
+        return is_asked_for(source) and (name, source) != ("model", source_of(PHOTOS))
 
     def table(self) -> dict[str, dict[str, Any]]:
         """Every option with its value and source, for run folders and checkpoints; unset ones are left out."""

@@ -452,7 +452,7 @@ def newest(options: commands.TrainOptions, conventions: Conventions = FALCONET) 
 def _is_of_weights(name: str, loaded: Options, manifest: Manifest) -> bool:
     """Whether the weights that a run started with decided an option."""
     is_theirs = manifest.config.get(name, {}).get("source") == WEIGHTS
-    return is_theirs and not is_asked_for(loaded.sources.get(name))
+    return is_theirs and not loaded.chooses(name)
 
 
 # Settled by every start, from the launcher: the checkpoint's are kept unless the line names others.

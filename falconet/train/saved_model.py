@@ -193,7 +193,7 @@ def with_origin(loaded: Loaded[TrainOptions]) -> tuple[Loaded[TrainOptions], tup
     path = loaded.options.training.init_path
     if path is None or not path.exists():
         return loaded, ()
-    asked = loaded.options.model.model if is_asked_for(loaded.sources.get("model")) else None
+    asked = loaded.options.model.model if loaded.chooses("model") else None
     if path.is_file() and not (path.parent / MANIFEST).exists():
         origin = find_origin(read_file(path), model=asked)
     else:

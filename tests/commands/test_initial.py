@@ -91,6 +91,30 @@ def test_run_takes_over_what_the_other_stated_about_its_model(falconet, tmp_path
         assert "does not fit speednet8-cifar: " in answer.err
 
 
+PHOTOS = "photos --image-size 16 --epoch 1 --threads 1 --device cpu"
+
+
+@pytest.mark.usefixtures("image_folder")
+def test_run_on_photos_takes_over_the_model_unless_the_line_names_one(falconet, tmp_path):
+    assert falconet(f"train {PHOTOS} --model resnet8-cifar --run-dir a").code == 0
+    line = f"train {PHOTOS} --init-path a --run-dir b --resume"
+    (tmp_path / "mine.yaml").write_text("extends: photos\nlabel-smoothing: 0\n")
+    for config in ("", "--config mine.yaml"):
+        answer = falconet(f"{line} {config} --plan")
+        assert answer.code == 0, answer.err
+        assert "note: the checkpoint was trained with: --model resnet8-cifar\n" in answer.out
+        assert "model: resnet8-cifar  # pretrained weights\n" in answer.out
+        assert "optimizer: adamw  # config photos\n" in answer.out
+    assert falconet(line).code == 0
+    shutil.rmtree(tmp_path / "a")
+    answer = falconet(line)
+    assert answer.code == 0, answer.err
+    assert "nothing left to train" in answer.out
+    answer = falconet(f"train {PHOTOS} --init-path b --model resnet14-cifar --run-dir c")
+    assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
+    assert "does not fit resnet14-cifar: " in answer.err
+
+
 def test_resumed_run_needs_the_other_run_no_more(falconet, tmp_path):
     assert falconet(f"train {TINY} {COMPUTED} --run-dir a --epoch 1").code == 0
     line = f"train {TINY} --epoch 1 --run-dir b --init-path a --resume"
