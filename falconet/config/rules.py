@@ -212,9 +212,14 @@ def _colours_are_three(options: Any) -> str | None:
 
 def unfit_for_weights(model: Model) -> str | None:
     """Name the option that published weights do not fit, not the tensors whose shape it changes."""
+    needs = {  # what gives an option an effect; without that, it fits any weights
+        "norm-num-groups": model.norm_type == "group",
+        "norm-grouping": model.norm_type == "group",
+        "proxy-epsilon": model.proxy_norm,
+    }
     for name in BOUND_TO_WEIGHTS:
         field = name.replace("-", "_")
-        if getattr(model, field) != getattr(Model, field):
+        if getattr(model, field) != getattr(Model, field) and needs.get(name, True):
             return (
                 f"--{name}: the published weights of {model.model} were trained without it; expected --pretrained none,"
                 f" which starts with random weights, or --pretrained PATH, a file that was trained with --{name}"

@@ -177,6 +177,20 @@ def test_an_option_that_the_weights_do_not_fit_is_named(falconet, option, name, 
     )
 
 
+WITHOUT_EFFECT = {
+    "--norm-num-groups 8": "--norm-num-groups has no effect without --norm-type group",
+    "--norm-grouping strided": "--norm-grouping has no effect without --norm-type group",
+}
+
+
+@pytest.mark.parametrize(("option", "note"), WITHOUT_EFFECT.items())
+@pytest.mark.parametrize("asked", ["", "--pretrained"])
+def test_an_option_without_effect_fits_the_weights(falconet, option, note, asked):
+    answer = falconet(f"{LINE} {option} {asked} --plan")
+    assert answer.code == 0, answer.err
+    assert f"note: {note}\n" in answer.out
+
+
 def test_two_sources_of_weights_are_refused(falconet):
     answer = falconet(f"{LINE} --pretrained --init-path w.pth")
     assert answer.code == 2
