@@ -28,6 +28,7 @@ from falconet.config.evidence import Evidence, TrainedOnce
 from falconet.config.recipes import all_configs
 from runs import add_row, divided, falconet, give_memory_back, rows_in
 
+SHOWN = 25  # percent below the best accuracy that a plot shows
 FAMILIES = {"cifar": "CIFAR", "imagenette": "Imagenette"}  # of a plot, by how names begin
 Row = dict[str, Any]  # of one run
 
@@ -110,7 +111,7 @@ def evidence_of(name: str, rows: Sequence[Row]) -> Evidence:
 
 
 def plot(found: dict[str, list[Row]], path: Path) -> None:
-    """Every recipe's validations, CIFAR beside Imagenette."""
+    """Every recipe's validations, those of the moving average where there is one; CIFAR beside Imagenette."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -123,15 +124,15 @@ def plot(found: dict[str, list[Row]], path: Path) -> None:
     for axes, family in zip(places[0], families, strict=True):
         mine = {name: rows for name, rows in found.items() if name.startswith(family)}
         for number, (name, rows) in enumerate(mine.items()):
-            for column, line, label in ((1, "-", name), (2, "--", f"{name}, moving average")):
-                # A recipe or a phase may have no moving average.
-                curves = [[(point[0], point[column]) for point in row["curve"] if len(point) > column] for row in rows]
-                for points in filter(None, curves):
-                    style = line if len(points) > 1 else "o"
-                    axes.plot(*zip(*points, strict=True), style, color=f"C{number}", alpha=0.8, label=label)
-                    label = None  # once for all seeds
-        axes.set(title=FAMILIES[family], xlabel="epoch", ylabel="validation accuracy, %")
-        axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))  # below, where no curve is
+            for row in rows:
+                # Of each validation, what was measured last: the moving average, where there is one.
+                curve = [(point[0], point[-1]) for point in row["curve"]]
+                label = name if row is rows[0] else None  # once for all seeds
+                style = "-" if len(curve) > 1 else "o"
+                axes.plot(*zip(*curve, strict=True), style, color=f"C{number}", alpha=0.8, label=label)
+        best = max(point[-1] for rows in mine.values() for row in rows for point in row["curve"])
+        axes.set(title=FAMILIES[family], xlabel="epoch", ylabel="validation accuracy, %", ylim=(best - SHOWN, best + 1))
+        axes.legend(fontsize=8, loc="lower right")
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
