@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from falconet import writing
-from runs import device_of, divided, falconet, give_memory_back
+from product_runs import device_of, divided, falconet, give_memory_back
 
 AVERAGES = {
     **{f"mean of the last {count}": f"--weight-avg-N {count}" for count in (2, 5, 10, 20)},

@@ -28,7 +28,7 @@ from pathlib import Path
 from falconet import __version__
 from falconet.data import native
 from falconet.data.packing import Recipe, prepared
-from runs import add_row, falconet, rows_in, train
+from product_runs import add_row, falconet, rows_in, train
 
 ENDINGS = {".jpg", ".jpeg"}
 CLASSES = 1000

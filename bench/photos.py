@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import add_row
+from product_runs import add_row
 
 ULTRALYTICS_START = 15.0  # seconds until its first update, which its limit leaves out
 POLLED = 0.1  # seconds between looks at a tool's results

@@ -19,7 +19,7 @@ from pathlib import Path
 from falconet.config import recipes
 from falconet.config.commands import TrainOptions
 from falconet.config.load import load_options, read_line
-from runs import add_row, rows_in, train
+from product_runs import add_row, rows_in, train
 from simulate_scaling import BACKWARD, GRADIENT_BYTES, Link, exposed
 
 IMAGES = 1_281_167  # of ImageNet's training set

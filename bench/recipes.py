@@ -26,7 +26,7 @@ from typing import Any
 from falconet.commands.recipe_verify import evidence_in, trained_in
 from falconet.config.evidence import Evidence, TrainedOnce
 from falconet.config.recipes import all_configs
-from runs import add_row, divided, falconet, give_memory_back, rows_in
+from product_runs import add_row, divided, falconet, give_memory_back, rows_in
 
 SHOWN = 25  # percent below the best accuracy that a plot shows
 FAMILIES = {"cifar": "CIFAR", "imagenette": "Imagenette"}  # of a plot, by how names begin

@@ -11,7 +11,7 @@ as long as a forward pass.
 import argparse
 import statistics
 
-from runs import train
+from product_runs import train
 
 OPTIONS = "--image-size 224 --precision 16.16 --loss-scaling 128"
 KINDS = {"plain": "", "recomputed": "--enable-recompute"}

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from falconet import writing
-from runs import device_of, divided, falconet, give_memory_back, train
+from product_runs import device_of, divided, falconet, give_memory_back, train
 
 REGIMES = {
     "32.32": "--precision 32.32",

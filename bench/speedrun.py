@@ -31,7 +31,7 @@ from falconet.data.preprocessing import normaliser
 from falconet.data.sources import cifar
 from falconet.models import zoo
 from falconet.models.speednet import WHITENED_FROM, SpeedNet
-from runs import add_row, divided, falconet
+from product_runs import add_row, divided, falconet
 
 
 class Measured(NamedTuple):

@@ -21,7 +21,7 @@ from loops import timm_loop, torchvision_loop
 from networks import CLASSES, NETWORKS, Network
 
 sys.path.append(str(Path(__file__).parents[1]))
-from runs import PARTS, give_memory_back, train
+from product_runs import PARTS, give_memory_back, train
 
 OURS = ("falconet", "falconet-mixed")
 METHODS = (*OURS, "torchvision", "torchvision-compiled", "timm", "timm-compiled")
