@@ -1,7 +1,6 @@
 """`falconet restore`: a killed run continues bit for bit, and what cannot be continued is refused."""
 
 import json
-import random
 import re
 import signal
 import subprocess
@@ -42,14 +41,21 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
-def test_restore_continues_bit_for_bit_from_any_update(falconet, monkeypatch, extra):
+def stops():
+    """Every run with every update; in turns, one of each run is for every commit."""
+    for number, name in enumerate(RUNS):
+        for update in range(1, 8):
+            marks = () if update == 1 + number % 7 else pytest.mark.slow
+            yield pytest.param(RUNS[name], update, marks=marks, id=f"{name}, update {update}")
+
+
+@pytest.mark.parametrize(("extra", "update"), [*stops()])
+def test_restore_continues_bit_for_bit_from_any_update(falconet, monkeypatch, extra, update):
     line = f"train {TINY} {extra} --logs-per-epoch 3"
     assert falconet(f"{line} --run-dir straight").code == 0
 
-    target = random.randrange(1, 8)
     with monkeypatch.context() as patched:
-        stop_at(patched, target)
+        stop_at(patched, update)
         assert falconet(f"{line} --run-dir other").code == 130
     again = falconet("restore --checkpoint-input-path other")
     assert again.code == 0, again.err
@@ -101,12 +107,13 @@ main(sys.argv[1:])
 """
 
 
-def test_killed_run_continues_bit_for_bit_from_its_newest_checkpoint(tmp_path, falconet):
+@pytest.mark.parametrize("kill_after", [21, *(pytest.param(each, marks=pytest.mark.slow) for each in range(3, 40, 4))])
+def test_killed_run_continues_bit_for_bit_from_its_newest_checkpoint(tmp_path, falconet, kill_after):
+    """Killed after that many updates of 48, or somewhat later, whatever it does then."""
     line = ["train", *TINY.split(), "--epoch", "6", "--iterations", "8", "--logs-per-epoch", "8"]
     line += ["--checkpoint-save-freq", "0.25", "--checkpoints-kept", "all", "--ema-half-life", "1"]
     assert falconet(" ".join([*line, "--run-dir", "straight"])).code == 0
     command = [sys.executable, "-c", STANDING, *line, "--run-dir", "killed"]
-    kill_after = random.randrange(3, 40)  # of 48
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = tmp_path / "killed/metrics.jsonl"
     saved = tmp_path / "killed/checkpoints/resnet8-cifar_generated_0+00002"

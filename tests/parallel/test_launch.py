@@ -91,10 +91,11 @@ def standing(home, *, update):
 
 
 def kill_at_random(home, run, *, total, kills, extra=""):
-    """Train `run` while workers are killed with -9 at random updates; returns what it answered."""
+    """Train `run` while workers are killed with -9 at updates drawn for this line; returns them, and its answer."""
+    draw = random.Random(f"{kills} {extra}")
     variables = standing(home, update=total - 1)
     process = begin(f"train {LINE} {extra} --epoch {total // 4} --run-dir {run}", home, variables=variables)
-    targets = sorted(random.sample(range(1, total // 2), kills))
+    targets = sorted(draw.sample(range(1, total // 2), kills))
     for number, target in enumerate(targets):
         before = len(updates(home / run))
         wait_for(
@@ -105,7 +106,7 @@ def kill_at_random(home, run, *, total, kills, extra=""):
         )
         workers = children(process.pid)
         assert len(workers) == 2
-        killed, other = random.sample(workers, 2)
+        killed, other = draw.sample(workers, 2)
         if number % 2:
             kill_unnoticed(killed, other)
         else:
@@ -253,10 +254,10 @@ def test_torchrun_restarts_killed_workers_and_gives_the_same_bits(straight, tmp_
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     launcher = (*torchrun, "--max-restarts=2", "-m", "falconet")
     process = begin(f"train {LINE} --epoch {EPOCHS} --run-dir r", tmp_path, launcher=launcher, variables=variables)
-    for target in (5, 15):
+    for target, killed in ((5, 0), (15, 1)):
         wait_for(lambda at=target: max(updates(tmp_path / "r"), default=0) >= at, f"update {target}")
         workers = children(process.pid)
-        os.kill(random.choice(workers), signal.SIGKILL)
+        os.kill(workers[killed], signal.SIGKILL)
         wait_for(lambda old=workers: not set(children(process.pid)) & set(old), "restart")
     code, _, err = finish(process)
     assert code == 0, err
