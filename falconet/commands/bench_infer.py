@@ -73,11 +73,11 @@ def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> in
         screen = console.screen_of(world, words=conventions.words)
         if asked > world.size:
             screen.line(f"note: {folding(asked, place=place, here=here)}")
-        stages = rules.stages_of(options.inference)
-        if stages > _stages(options):
+        stages, devices = rules.stages_of(options.inference), stage_devices(options, world)
+        if stages > len(devices):
             what = _in_words(device_kind(options.machine.device))
             screen.line(f"note: {stages} stages requested, {what}: the whole model predicts on one")
-        subject = _open(options, line, world)
+        subject = _open(options, line, world, devices=devices)
         for note in unused_notes(subject.options, line):
             screen.line(note)
         _go(subject, world, conventions)
@@ -169,14 +169,14 @@ def _check_splits(model: nn.Module, options: InferOptions) -> None:
             splits.require(model, options.inference.pipeline_splits)
 
 
-def _stage_devices(options: InferOptions, world: World) -> list[torch.device]:
+def stage_devices(options: InferOptions, world: World) -> list[torch.device]:
     """Neighbouring devices for each process, the first one's first."""
     count, place = _stages(options), environment.find_place(os.environ)
     first = (place.local_rank if place else 0) * count
     return [torch.device("cuda", first + stage) for stage in range(count)] if count > 1 else [world.device]
 
 
-def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subject:
+def _open(options: InferOptions, line: Sequence[Setting], world: World, *, devices: Sequence[torch.device]) -> Subject:
     """The model with the checkpoint's weights and options, or with random weights."""
     path = options.input.checkpoint_input_path
     if path is None:
@@ -187,9 +187,9 @@ def _open(options: InferOptions, line: Sequence[Setting], world: World) -> Subje
         with named_option("precision"):
             REGIMES[options.machine.precision].require(world.device)
         side = images.preprocessing.image_size
-        model = placed(model.eval(), options, side=side, devices=_stage_devices(options, world))
+        model = placed(model.eval(), options, side=side, devices=devices)
         return Subject(options=options, model=model.eval(), images=images)
-    shared, devices = of_command(ValidateOptions, line), _stage_devices(options, world)
+    shared = of_command(ValidateOptions, line)
     if len(devices) > 1:
         shared.append(Setting("device", ("cpu",), LINE))  # one device may not hold it
     if path.is_file():

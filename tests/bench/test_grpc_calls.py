@@ -1,11 +1,15 @@
 """Messages of the gRPC service against protobuf's own reading and writing of Triton's published schema."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
 import numpy as np
 import pytest
 from google.protobuf import unknown_fields
 from tritonclient.grpc import service_pb2 as schema
 
 from falconet.bench import grpc_calls
+from served import LIMIT
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (2, 3, 300, 5), dtype=np.uint8)
 
@@ -34,43 +38,51 @@ def test_an_answer_is_read_as_protobuf_wrote_it():
     assert found == raw
 
 
-class Answering:
-    """A model whose server's answers are given."""
+@pytest.fixture
+def answering():
+    """A model on a server that gives this answer, and the messages that the server got."""
+    servers, asked = [], []
 
-    def __init__(self, monkeypatch, answer):
-        self.asked = []
-
-        def call(model, method, message, *, seconds):
-            self.asked.append((method, message))
+    def begun(method, answer):
+        def respond(message, context):
+            asked.append(message)
             return answer.SerializeToString()
 
-        monkeypatch.setattr(grpc_calls.Model, "_call", call)
-        self.model = grpc_calls.Model("127.0.0.1", 1, "m")
+        handler = grpc.unary_unary_rpc_method_handler(respond)
+        service = grpc.method_handlers_generic_handler(grpc_calls.SERVICE.lstrip("/"), {method: handler})
+        server = grpc.server(ThreadPoolExecutor(1), handlers=[service])
+        model = grpc_calls.Model("127.0.0.1", server.add_insecure_port("127.0.0.1:0"), "m")
+        server.start()
+        servers.append((server, model))
+        return model, asked
+
+    yield begun
+    for server, model in servers:
+        model.close()
+        server.stop(None).wait()
 
 
-def test_metadata_has_the_shape_of_the_answer_over_http(monkeypatch):
+def test_metadata_has_the_shape_of_the_answer_over_http(answering):
     answer = schema.ModelMetadataResponse(name="m", versions=["1", "2"], platform="p")
     answer.inputs.add(name="images", datatype="UINT8", shape=[-1, 224, 224, 3])
     answer.outputs.add(name="logits", datatype="FP32", shape=[-1, 1000])
-    answering = Answering(monkeypatch, answer)
-    assert answering.model.metadata(seconds=1) == {
+    model, asked = answering("ModelMetadata", answer)
+    assert model.metadata(seconds=LIMIT) == {
         "inputs": [{"name": "images", "datatype": "UINT8", "shape": [-1, 224, 224, 3]}],
         "outputs": [{"name": "logits", "datatype": "FP32", "shape": [-1, 1000]}],
     }
-    ((method, message),) = answering.asked
-    assert (method, schema.ModelMetadataRequest.FromString(message).name) == ("ModelMetadata", "m")
-    answering.model.close()
+    (message,) = asked
+    assert schema.ModelMetadataRequest.FromString(message).name == "m"
 
 
-def test_statistics_have_the_shape_of_the_answer_over_http(monkeypatch):
+def test_statistics_have_the_shape_of_the_answer_over_http(answering):
     answer = schema.ModelStatisticsResponse()
     answer.model_stats.add(name="m", version="1", last_inference=1 << 40, inference_count=300, execution_count=7)
-    answering = Answering(monkeypatch, answer)
+    model, asked = answering("ModelStatistics", answer)
     expected = {"model_stats": [{"inference_count": 300, "execution_count": 7}]}
-    assert answering.model.statistics(seconds=1) == expected
-    ((method, message),) = answering.asked
-    assert (method, schema.ModelStatisticsRequest.FromString(message).name) == ("ModelStatistics", "m")
-    answering.model.close()
+    assert model.statistics(seconds=LIMIT) == expected
+    (message,) = asked
+    assert schema.ModelStatisticsRequest.FromString(message).name == "m"
 
 
 def test_numbers_that_are_not_packed_are_read_too():

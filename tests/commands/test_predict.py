@@ -19,6 +19,7 @@ from falconet.commands import predict
 from falconet.commands.predict import folder_name
 from falconet.config.commands import PredictOptions
 from falconet.config.load import read_line
+from falconet.data.storage import FileSource
 from falconet.infer import photos
 from falconet.infer.classifier import open_classifier
 from falconet.infer.photos import Photo
@@ -106,10 +107,11 @@ def test_the_class_of_every_photo_is_the_same_for_any_batch_size(falconet, home)
 
 def test_photos_are_answered_in_pieces_of_bounded_size(falconet, home, monkeypatch):
     whole = falconet("predict r photos --csv --batch-size 4").out
-    sizes = []
-    plain = photos._scored
+    sizes, plain = [], FileSource.of
     monkeypatch.setattr(photos, "AT_ONCE", 9)
-    monkeypatch.setattr(photos, "_scored", lambda c, some, **rest: sizes.append(len(some)) or plain(c, some, **rest))
+    monkeypatch.setattr(
+        FileSource, "of", lambda root, *, names, **rest: sizes.append(len(names)) or plain(root, names=names, **rest)
+    )
     assert falconet("predict r photos --csv --batch-size 4").out == whole
     assert sizes == [8, 8, 8, 8, 8, 2]
 

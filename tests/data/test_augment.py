@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import functional
 import interpreting
 from falconet.config.options import Augmentation
 from falconet.data import augment
-from falconet.data.augment import NUMBERS, OPERATIONS, PixelChanges, Round, erased_boxes
+from falconet.data.augment import NUMBERS, OPERATIONS, Chain, PixelChanges, erased_boxes
 from falconet.data.buffers import PixelRows
 from falconet.data.crops import Crops
 from falconet.data.image_files import BadImages
@@ -203,15 +203,15 @@ def test_what_happens_to_an_image_does_not_depend_on_its_batch(photos, policy):
     assert not torch.equal(another, together)
 
 
-def test_a_chain_does_its_rounds_in_order(photos, monkeypatch):
+def test_a_chain_does_its_rounds_in_order(photos):
     """A round that brightens, then one that inverts, in different orders of images."""
     operations = [[NUMBERS[name] for name in names] for names in (
         ("Brightness", "Identity", "Brightness", "Invert"),
         ("Invert", "Brightness", "Identity", "Invert"),
     )]  # fmt: skip
-    plan = [Round(np.array(numbers), np.full(4, 0.5)) for numbers in operations]
-    monkeypatch.setattr(PixelChanges, "_rounds", lambda *_: iter(plan))
-    found = augment.apply(photos, PixelChanges(augmentation=Augmentation()).draw(np.arange(4), epoch=0, side=SIDE))
+    values = torch.zeros(2, 4, augment.VALUES)
+    values[:, :, :2] = torch.tensor([1.5, -0.5])  # of the image and of black
+    found = augment.apply(photos, Chain(torch.tensor(operations, dtype=torch.int32), values))
     bright = functional.adjust_brightness(photos, 1.5)
     expected = [255 - bright[0], bright[1], bright[2], photos[3]]
     assert torch.equal(found, torch.stack(expected))

@@ -8,8 +8,9 @@ import pytest
 from PIL import Image
 
 import layouts
-from falconet.data import index, layout
+from falconet.data import layout
 from falconet.data.layout import Division
+from falconet.data.sources import folder
 from falconet.errors import DataError
 
 
@@ -42,10 +43,10 @@ def test_a_folder_without_photos_reports_what_was_expected(tmp_path):
 
 
 def test_a_forbidden_folder_is_reported_in_one_line(tmp_path, monkeypatch):
-    def refused(place, division, keys):
+    def refused(place):
         raise PermissionError(13, "Permission denied", str(place))
 
-    monkeypatch.setattr(layout, "_divided_already", refused)
+    monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(DataError) as caught:
         layout.load_photos(tmp_path)
     assert str(caught.value) == f"{tmp_path}: cannot be read (Permission denied)"
@@ -222,9 +223,16 @@ def test_the_second_start_does_not_list_the_photos_again(tmp_path, monkeypatch):
     root = photos(tmp_path / "photos", "cat/", "dog/", count=3)
     for path in (*root.rglob("*"), root):
         os.utime(path, ns=(10**18, 10**18))
+    searches, plain = [], folder.indexed
+
+    def indexed(place, *, search, **more):
+        return plain(place, search=lambda: searches.append(place) or search(), **more)
+
+    monkeypatch.setattr(folder, "indexed", indexed)
     first = layout.load_photos(root)
-    monkeypatch.setattr(index, "_searched", lambda *given: pytest.fail("listed again"))
+    assert len(searches) == 1
     assert names(layout.load_photos(root).train) == names(first.train)
+    assert len(searches) == 1
 
 
 def test_a_new_class_is_seen_beside_an_index(tmp_path):

@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import threading
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,12 +33,34 @@ class Server:
         self.conversion = Conversion("onnx", False, self.options.model, self.line)
         self.cache = cache_folder(cache)
         self.entry = self.cache / self.conversion.key(self.classifier)
+        self.log = cache.with_name("exports.log")
+
+    @property
+    def exports(self):
+        """The folders that were exported to."""
+        return list(map(Path, self.log.read_text().splitlines())) if self.log.exists() else []
 
     def start(self):
         return open_engine(self.classifier, self.options, self.line, self.notes.append, max_batch=4)
 
     def convert(self):
         return converted(self.classifier, self.conversion, self.cache, self.notes.append)
+
+
+COPYING = """
+for word; do case $word in --output=*) output=${{word#--output=}}; esac; done
+sleep {pause}
+echo "$output" >> {log}
+cp -r {made} "$output"
+"""
+
+
+def export_by(folder, monkeypatch, script):
+    """Let a shell script be the Python that exports."""
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\n{script}")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +75,8 @@ def made(tmp_path_factory):
 def server(made, tmp_path, monkeypatch):
     """A server with a copy of that cache, and exports that copy what was made before."""
     shutil.copytree(made.cache, tmp_path / "cache" / "engines")
-    exports = []
-
-    def convert(_, __, output):
-        exports.append(output)
-        shutil.copytree(made.entry, output)
-        return read_export(output)
-
-    monkeypatch.setattr(conversion, "_convert", convert)
     found = Server(SMALL, tmp_path / "cache")
-    found.exports = exports
+    export_by(tmp_path, monkeypatch, COPYING.format(made=made.entry, log=found.log, pause=0))
     return found
 
 
@@ -130,16 +144,10 @@ def test_another_model_has_another_key(server, tmp_path):
     assert len({each.key(server.classifier) for each in (server.conversion, int8, openvino)}) == 3
 
 
-def test_servers_that_start_together_convert_once(server, monkeypatch):
+def test_servers_that_start_together_convert_once(server, made, tmp_path, monkeypatch):
     shutil.rmtree(server.entry)
-    plain, begun = conversion._convert, threading.Barrier(3)
-
-    def slowly(*given):
-        time.sleep(0.3)
-        return plain(*given)
-
-    monkeypatch.setattr(conversion, "_convert", slowly)
-    found = []
+    export_by(tmp_path, monkeypatch, COPYING.format(made=made.entry, log=server.log, pause=0.3))
+    found, begun = [], threading.Barrier(3)
 
     def start():
         begun.wait()
@@ -204,10 +212,8 @@ ENDS = {
 @pytest.mark.parametrize("said", ENDS)
 def test_an_export_that_fails_is_one_line(said, tmp_path, monkeypatch):
     code, reason = ENDS[said]
-    end = f"sys.exit({code})" if code > 0 else f"os.kill(os.getpid(), {-code})"
-    script = f"import os, sys; sys.stdout.write({'input: images' if said else ''!r}); sys.stderr.write({said!r}); {end}"
-    finished = conversion._finished
-    monkeypatch.setattr(conversion, "_finished", lambda _: finished([sys.executable, "-c", script]))
+    end = f"exit {code}" if code > 0 else f"kill -{-code} $$"
+    export_by(tmp_path, monkeypatch, f"echo 'input: images'\ncat >&2 << 'END'\n{said}END\n{end}\n")
     server = Server(SMALL, tmp_path)
     engine = server.start()
     assert engine.name.startswith("torch")
@@ -224,7 +230,7 @@ def test_a_full_disk_is_one_line(server, monkeypatch):
         raise OSError(28, "No space left on device", "/cache/model.onnx")
 
     shutil.rmtree(server.entry)
-    monkeypatch.setattr(conversion, "_convert", full)
+    monkeypatch.setattr(conversion, "move_into_place", full)
     assert server.start().name.startswith("torch")
     assert server.notes[1] == "note: torch computes, because ONNX Runtime /cache/model.onnx: No space left on device"
 

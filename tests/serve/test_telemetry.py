@@ -1,6 +1,7 @@
 """What the server tells about its requests: metrics, access log and traces."""
 
 import asyncio
+import contextlib
 import errno
 import http.server
 import importlib.util
@@ -364,38 +365,43 @@ def test_a_full_disk_loses_lines_but_no_halves(tmp_path, monkeypatch):
     assert log.lost == 1
 
 
+@contextlib.contextmanager
+def piped():
+    """Let stdout be a pipe; gives what closes its other end."""
+    kept, (reading, writing) = os.dup(1), os.pipe()
+    os.dup2(writing, 1)
+    os.close(writing)
+    try:
+        yield lambda: os.close(reading)
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def test_a_reader_that_does_not_read_holds_up_no_request(monkeypatch):
     """The log is a pipe that is full; requests are answered, and the rest is lost."""
     monkeypatch.setattr(access_log, "MOST_WAITING", 10)
     monkeypatch.setattr(access_log, "FLUSH_SECONDS", 0.2)
-    reading, writing = os.pipe()
-    monkeypatch.setattr(access_log, "_opened", lambda _: writing)
-    log = AccessLog(access_log.Path("pipe"))
-    monkeypatch.setattr(log, "_path", None)
-    try:
+    with piped() as close_reader:
+        log = AccessLog(access_log.STDOUT)
         with running(telemetry=observed(log.add)) as found:
             while log.lost < 10:
                 assert found.request(None, method="GET", path="/v2/health/live")[0] == 200
                 for _ in range(100):
                     log.add(record(error="x" * 200))
         log.close()
-    finally:
-        os.close(reading)
+        close_reader()
         log._thread.join(LIMIT)
-        os.close(writing)
 
 
-def test_a_closed_pipe_holds_up_no_request(monkeypatch):
-    reading, writing = os.pipe()
-    os.close(reading)
-    monkeypatch.setattr(access_log, "_opened", lambda _: writing)
-    log = AccessLog(access_log.Path("pipe"))
-    monkeypatch.setattr(log, "_path", None)
-    with running(telemetry=observed(log.add)) as found:
-        assert found.request(None, method="GET", path="/v2/health/live")[0] == 200
-        until(lambda: log.lost == 1)
-    log.close()
-    os.close(writing)
+def test_a_closed_pipe_holds_up_no_request():
+    with piped() as close_reader:
+        close_reader()
+        log = AccessLog(access_log.STDOUT)
+        with running(telemetry=observed(log.add)) as found:
+            assert found.request(None, method="GET", path="/v2/health/live")[0] == 200
+            until(lambda: log.lost == 1)
+        log.close()
 
 
 def test_a_log_that_cannot_be_written_is_refused_at_the_start(tmp_path):

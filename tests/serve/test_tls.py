@@ -102,19 +102,23 @@ def test_a_client_that_does_not_trust_the_certificate_is_not_logged(secure, clie
         assert ask(secure, client) == 200
 
 
+def is_answered(found, client):
+    """False: on a busy machine, the handshake of a good client may take too long, too."""
+    try:
+        return ask(found, client) == 200
+    except OSError:
+        return False
+
+
 def test_a_handshake_that_does_not_end_is_cut(monkeypatch, files, client):
     monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.3)
-    identity = read_identity(*files)
-    limits = connections._encryption(identity.context)
-    monkeypatch.setattr(connections, "_encryption", lambda _: limits)
-    with nothing_logged(), running(identity=identity) as found:
+    with nothing_logged(), running(identity=read_identity(*files)) as found:
         with connected(found.port) as silent, connected(found.port) as half:
             half.sendall(b"\x16\x03\x01")
             for stuck in (silent, half):
                 with contextlib.suppress(ConnectionResetError):
                     assert stuck.recv(1) == b""
-        limits["ssl_handshake_timeout"] = LIMIT  # which a good client may need on a busy machine
-        assert ask(found, client) == 200
+        until(lambda: is_answered(found, client))
 
 
 def test_a_stop_waits_for_requests_and_not_for_handshakes_or_idle_clients(files, client):
