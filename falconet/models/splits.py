@@ -74,11 +74,25 @@ def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
     traced = _traced(model)
     names = _candidates(traced)
     _check_count(count, names)
-    costs = _costs(traced, example)
-    nodes = computed(traced)
-    sums = [0.0, *itertools.accumulate(costs[node] for node in nodes)]
-    weighty = [0, *itertools.accumulate(_has_weights(traced, node) for node in nodes)]
-    ends = [*sorted(names), len(nodes)]
+    costs, nodes = _costs(traced, example), computed(traced)
+    places = balanced(
+        [costs[node] for node in nodes], [_has_weights(traced, node) for node in nodes], at=sorted(names), count=count
+    )
+    if places is None:
+        raise ConfigError(f"got auto:{count}, expected fewer stages: some would have no weights")
+    return [names[place] for place in places]
+
+
+def balanced(
+    costs: Sequence[float], have_weights: Sequence[bool], *, at: Sequence[int], count: int
+) -> tuple[int, ...] | None:
+    """Of these places, those that cut a chain of nodes into stages with weights, the slowest as fast as possible.
+
+    None if there are none. Each place is that of the node after it.
+    """
+    sums = [0.0, *itertools.accumulate(costs)]
+    weighty = [0, *itertools.accumulate(have_weights)]
+    ends = [*at, len(costs)]
     best: dict[int, tuple[float, tuple[int, ...]]] = {
         end: (sums[end], ()) for end in ends if weighty[end]
     }  # the slowest stage, and the places of the splits
@@ -92,9 +106,7 @@ def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
             for end in ends
             if any(begin < end and weighty[end] > weighty[begin] for begin in best)
         }
-    if len(nodes) not in best:
-        raise ConfigError(f"got auto:{count}, expected fewer stages: some would have no weights")
-    return [names[place] for place in best[len(nodes)][1]]
+    return best[len(costs)][1] if len(costs) in best else None
 
 
 def require(model: nn.Module, asked: Sequence[str]) -> None:

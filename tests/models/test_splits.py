@@ -124,15 +124,22 @@ def scaled(count):
 
 
 @pytest.mark.parametrize("stages", range(2, 9))
-def test_balance_minimises_the_slowest_stage(monkeypatch, stages):
-    monkeypatch.setattr(splits, "_costs", lambda traced, _: dict(zip(splits.computed(traced), COSTS, strict=True)))
-    found = splits.balance(scaled(8), stages, example=torch.zeros(1, 3, 8, 8))
+def test_balance_minimises_the_slowest_stage(stages):
+    found = splits.balanced(COSTS, [True] * 8, at=range(1, 8), count=stages)
 
     def slowest(places):
         return max(sum(COSTS[begin:end]) for begin, end in itertools.pairwise([0, *places, len(COSTS)]))
 
     every = [slowest(places) for places in itertools.combinations(range(1, 8), stages - 1)]
-    assert slowest([int(name) for name in found]) == min(every)
+    assert len(found) == stages - 1
+    assert slowest(found) == min(every)
+
+
+def test_every_balanced_stage_has_weights():
+    alone = [number in (0, 5) for number in range(8)]
+    assert splits.balanced(COSTS, alone, at=range(1, 8), count=2) == (3,)
+    assert splits.balanced(COSTS, alone, at=range(6, 8), count=2) is None
+    assert splits.balanced(COSTS, alone, at=range(1, 8), count=3) is None
 
 
 def test_balanced_splits_are_valid_and_leave_the_model_unchanged():
