@@ -36,29 +36,63 @@ def chromium():
 
 
 @contextlib.contextmanager
-def visiting(browser):
-    """Opens pages of servers; at the end nothing may have failed in them, or been asked of another server."""
-    contexts, wrong, hosts, ports = [], [], set(), set()
+def pages(browser, *, asked, wrong):
+    """Makes pages, each in a context of its own: they add to these lists the addresses they ask for, and errors."""
+    contexts = []
 
-    def opened(server, path="/", **options):
+    def made(*, script="", **options):
         context = browser.new_context(**{"viewport": {"width": 1100, "height": 800}, **options})
         context.set_default_timeout(1000 * LIMIT)
+        context.add_init_script(script)
         contexts.append(context)
-        ports.add(server.port)
         page = context.new_page()
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda message: message.type == "error" and wrong.append(message.text))
-        page.on("request", lambda request: hosts.add(re.match(r"blob:|\w+://[^/]+", request.url)[0]))
-        page.on("filechooser", lambda _: None)  # a key that is pressed later would overtake this wish
-        page.goto(server.address + path)
+        page.on("request", lambda request: asked.append(request.url))
         return page
 
-    yield opened
+    yield made
     for context in contexts:
         context.close()
+
+
+@contextlib.contextmanager
+def visiting(browser):
+    """Opens pages of servers; at the end nothing may have failed in them, or been asked of another server."""
+    wrong, asked, ports = [], [], set()
+
+    with pages(browser, asked=asked, wrong=wrong) as made:
+
+        def opened(server, path="/", **options):
+            ports.add(server.port)
+            page = made(**options)
+            page.on("console", lambda message: message.type == "error" and wrong.append(message.text))
+            page.on("filechooser", lambda _: None)  # a key that is pressed later would overtake this wish
+            page.goto(server.address + path)
+            return page
+
+        yield opened
+    hosts = {re.match(r"blob:|\w+://[^/]+", address)[0] for address in asked}
     assert hosts <= {"blob:", *(f"http://127.0.0.1:{port}" for port in ports)}
     # What was refused, or not answered, is an error to Chromium, however it is dealt with.
     assert not [text for text in wrong if not text.startswith("Failed to load resource")]
+
+
+@contextlib.contextmanager
+def opening_files(browser):
+    """Opens pages from files; at the end nothing may have failed or been printed in them, or been asked of a server."""
+    wrong, asked = [], []
+
+    with pages(browser, asked=asked, wrong=wrong) as made:
+
+        def opened(file, **options):
+            page = made(**options)
+            page.on("console", lambda message: wrong.append(message.text))
+            page.goto(file.as_uri())
+            return page
+
+        yield opened
+    assert wrong == []
+    assert {address.split(":")[0] for address in asked} <= {"file", "data"}
 
 
 def photo(name="a.png", *, kind="PNG", seed=0, size=(40, 30)):

@@ -153,3 +153,12 @@ def visit(browser):
 
     with browsing.visiting(browser) as opened:
         yield opened
+
+
+@pytest.fixture
+def open_file(browser):
+    """Opens pages from files; at the end nothing may have failed or been printed in them, or been asked of a server."""
+    import browsing
+
+    with browsing.opening_files(browser) as opened:
+        yield opened

@@ -5,33 +5,20 @@ import pytest
 import layouts
 import odd_photos
 from falconet.report.data_page import Page, Picture, Section, Tile, rendered
-from served import LIMIT
 
 EVIL = "\"'><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>&amp;.jpg"
 
 
 @pytest.fixture
-def visit(browser, tmp_path):
-    """Opens a page from a file; nothing may fail in it, and nothing but the file be asked for."""
-    contexts, wrong, asked = [], [], []
+def visit(open_file, tmp_path):
+    """Opens a page from a file."""
 
     def opened(html, **options):
         file = tmp_path / "page.html"
         file.write_text(html)
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda message: wrong.append(message.text))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(file.as_uri(), timeout=1000 * LIMIT)
-        return page
+        return open_file(file, **options)
 
-    yield opened
-    for context in contexts:
-        context.close()
-    assert wrong == []
-    assert {url.split(":")[0] for url in asked} <= {"file", "data"}
+    return opened
 
 
 def picture(path="train/cat/1.jpg", **more):
