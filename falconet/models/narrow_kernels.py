@@ -23,6 +23,7 @@ from torch import Tensor
 from falconet.models.narrow import Tiling
 from falconet.numerics.kernels import FUSED
 
+MERGED = 64  # sums of products that a program merges
 WARPGROUP = 64  # rows of the smallest product of Hopper's tensor cores
 SIZES = ["height", "width", "rows", "share", "sums", "of_output", "of_input", "of_row", "of_column"]  # compiled once
 
@@ -152,7 +153,7 @@ def merge(partial: Tensor, weight: Tensor) -> Tensor:
     """Their sum, of the weight's format and strides."""
     sums, outputs, _, inputs = partial.shape
     gradient = torch.empty_like(weight)
-    _merge_products[(triton.cdiv(gradient.numel(), 64),)](
-        partial, gradient, sums, *gradient.stride(), IN=inputs, OUT=outputs, LINES=16, COLUMNS=64, **FUSED
+    _merge_products[(triton.cdiv(gradient.numel(), MERGED),)](
+        partial, gradient, sums, *gradient.stride(), IN=inputs, OUT=outputs, LINES=16, COLUMNS=MERGED, **FUSED
     )
     return gradient

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 INPUTS, OUTPUTS = 256, 1024  # channels, at most: with more, cuDNN's convolution and a pass for the sums are as fast
 NOISE = 1 << 24  # elements of the larger tensor that a kernel is tried on
+SIDE = 32  # pixels of each of its images
 AGREE = 0.02  # relative difference to the plain layers, at most: several times bf16's, a tenth of a wrong result's
 SHARED = 220_000  # bytes of shared memory that a program may need; an H100 has more
 
@@ -134,12 +135,13 @@ def _tensors(
     outputs: int, inputs: int, dtype: torch.dtype, weights: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """An input, a weight and a gradient, so large that every program has several tiles, except of many channels."""
-    images = max(8, NOISE // (1024 * max(inputs, outputs)))
+    images = max(8, NOISE // (SIDE * SIDE * max(inputs, outputs)))
 
     def made(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=of, device=device, memory_format=torch.channels_last)
 
-    return made(images, inputs, 32, 32), made(outputs, inputs, 1, 1, of=weights), made(images, outputs, 32, 32)
+    x, dz = (made(images, channels, SIDE, SIDE) for channels in (inputs, outputs))
+    return x, made(outputs, inputs, 1, 1, of=weights), dz
 
 
 def _noise(*facts: Any) -> tuple[Tensor, Tensor, Tensor]:

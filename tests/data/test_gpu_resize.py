@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+import interpreting
 from falconet.data.preprocessing import Preprocessing
 
 RESIZE = "falconet.data.gpu_resize"
@@ -25,6 +26,7 @@ def resize_boxes(monkeypatch):
         vars(data).pop("gpu_resize", None)
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpreting.replace_the_language_once(monkeypatch.setattr)
     forget()
     yield importlib.import_module(RESIZE).resize_boxes
     forget()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import interpreting
 from falconet.numerics.kernels.tensor_table import Group, Tables, _division, is_dense, same_layout
 from falconet.numerics.rounding import Part, Rounding
 from falconet.optim.half_optimizers import HalfLars, HalfOptimizer
@@ -28,6 +29,7 @@ def interpreter(monkeypatch):
         vars(kernels).pop("fused_updates", None)
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpreting.replace_the_language_once(monkeypatch.setattr)
     forget()
     yield
     forget()
