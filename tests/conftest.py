@@ -111,6 +111,14 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands fork their workers from a process that has imported everything: to start one takes seconds."""
+    import gloo
+
+    monkeypatch.setattr("falconet.parallel.launch.elastic_launch", gloo.forked)
+
+
+@pytest.fixture
 def falconet(capfd, tmp_path, monkeypatch) -> Callable[..., Answer]:
     """Run a command line in an empty folder, with our conventions or an original's."""
     monkeypatch.chdir(tmp_path)

@@ -141,6 +141,7 @@ def test_half_precision_reports_its_compute_format(falconet):
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("forked_workers")
 def test_parallel_processes_are_counted_together(falconet):
     answer = falconet(f"{SMALL} --replicas 2 --output o.json")
     assert answer.code == 0, answer.err

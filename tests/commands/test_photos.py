@@ -189,7 +189,8 @@ def test_a_fraction_for_photos_that_are_split_is_noted(falconet, image_folder):
 
 
 @pytest.mark.dist
-def test_replicas_check_the_photos_once_and_train_on_the_same(falconet, heap, two_cores):
+@pytest.mark.usefixtures("two_cores", "forked_workers")
+def test_replicas_check_the_photos_once_and_train_on_the_same(falconet, heap):
     train, _ = split(heap)
     spoil(heap, train[0])
     answer = falconet(f"train photos {SMALL} --micro-batch-size 2 --replicas 2 --run-dir run")

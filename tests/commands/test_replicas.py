@@ -215,6 +215,7 @@ def test_restore_on_another_number_of_replicas_keeps_the_global_batch(falconet):
     assert "global batch 24 = micro-batch 8 x accumulation 1 x replicas 3" in other.out
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_restore_in_two_processes_reads_the_images_of_one(falconet):
     # Group norm does not see how the images are divided, so the losses are the same.
     group = "--norm-type group --norm-num-groups 4 --logs-per-epoch 4 --lr-schedule step --lr 0.02"

@@ -240,7 +240,7 @@ DIVIDED = {"replicas": "--replicas 2", "stages": "--pipeline-splits layer2/0 --g
 
 
 @pytest.mark.dist
-@pytest.mark.usefixtures("two_cores")
+@pytest.mark.usefixtures("two_cores", "forked_workers")
 @pytest.mark.parametrize("division", DIVIDED)
 def test_several_processes_record_every_image_once(falconet, division):
     answer = falconet(f"train {TINY} {DIVIDED[division]} --validation-images 21 --run-dir r")

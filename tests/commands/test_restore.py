@@ -13,7 +13,7 @@ from falconet.checkpoint import format
 from falconet.errors import CheckpointError
 from falconet.report.run_files import read_run
 from falconet.train import save, summary
-from runs import assert_bitwise, begin, finish, stop_at, updates, wait_for
+from runs import assert_bitwise, stop_at, updates, wait_for
 from tiny import TINY
 
 VALIDATED = re.compile(r"^ +\d+/\d+ +\S+ +\S+ +[\d.]+ +[\d.]+% ", re.M)  # the row of an epoch that was validated
@@ -201,16 +201,15 @@ def test_older_checkpoint_does_not_continue_where_newer_ones_are(falconet):
     assert [folder.name[-1] for folder in format.checkpoints_in(Path("other"))] == ["2", "3"]
 
 
-def test_older_checkpoint_continues_in_several_processes(tmp_path, falconet, two_cores):
+@pytest.mark.usefixtures("two_cores", "forked_workers")
+def test_older_checkpoint_continues_in_several_processes(falconet):
     falconet(f"train {TINY} --run-dir all/r --epoch 2")
     old = "all/r/checkpoints/resnet8-cifar_generated_1"
-    code, out, err = finish(
-        begin(f"restore {old} --replicas 2 --gradient-accumulation 1 --micro-batch-size 4", tmp_path)
-    )
-    assert code == 0, err
-    (new,) = {*(tmp_path / "all").iterdir()} - {tmp_path / "all/r"}
+    answer = falconet(f"restore {old} --replicas 2 --gradient-accumulation 1 --micro-batch-size 4")
+    assert answer.code == 0, answer.err
+    (new,) = {*Path("all").iterdir()} - {Path("all/r")}
     place = f"all/{new.name}; all/r stays as it is"
-    assert f"continuing resnet8-cifar_generated_1 in another run folder, {place}" in out
+    assert f"continuing resnet8-cifar_generated_1 in another run folder, {place}" in answer.out
     assert [folder.name[-1] for folder in format.checkpoints_in(new)] == ["2"]
 
 
@@ -288,17 +287,17 @@ def dying(*_, **__):
 
 
 ENDS = {
-    "at the end of an epoch": "",
+    "at the end of an epoch": "--epoch 2",
     "within an epoch": "--updates 6",
-    "early": "--epoch 30 --lr 0 --early-stopping 1",
-    "not validated": "--validation-mode none",
+    "early": "--epoch 30 --lr 0 --norm-type group --norm-num-groups 4 --early-stopping 1",  # nothing changes
+    "not validated": "--epoch 2 --validation-mode none",
 }
 
 
 @pytest.mark.parametrize("extra", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize(("owner", "name"), [(save, "write_average"), (summary, "write")], ids=["average", "summary"])
 def test_a_run_that_died_after_its_last_update_is_ended_by_restore(falconet, monkeypatch, extra, owner, name):
-    line = f"train {TINY} --weight-avg-strategy mean --run-dir r".replace("--epoch 2 ", "") + f" {extra or '--epoch 2'}"
+    line = f"train {TINY} --weight-avg-strategy mean --run-dir r".replace("--epoch 2 ", "") + f" {extra}"
     assert falconet(line.replace("-dir r", "-dir straight")).code == 0
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, dying)

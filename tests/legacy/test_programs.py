@@ -130,23 +130,14 @@ PIPELINED = {
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("program", "line", "pattern"),
-    [PIPELINED["tensorflow"], pytest.param(*PIPELINED["pytorch"], marks=pytest.mark.slow)],
-    ids=PIPELINED,
-)
-def test_a_pipelined_program_trains(program, line, pattern, tmp_path):
-    """As a separate process: it starts a worker per stage."""
-    run = subprocess.run(
-        [sys.executable, PROGRAMS[program], *shlex.split(line)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "pipeline of 2 stages, grouped: 2 micro-batches per update" in run.stdout
-    assert re.search(pattern, run.stdout, re.M), "the workers print as the program did"
+@pytest.mark.usefixtures("two_cores", "forked_workers")
+@pytest.mark.parametrize(("program", "line", "pattern"), PIPELINED.values(), ids=PIPELINED)
+def test_a_pipelined_program_trains(original, program, line, pattern):
+    """It starts a worker per stage."""
+    code, out, err = original(program, line)
+    assert code == 0, err
+    assert "pipeline of 2 stages, grouped: 2 micro-batches per update" in out
+    assert re.search(pattern, out, re.M), "the workers print as the program did"
 
 
 INFERRED = {
@@ -186,7 +177,8 @@ def test_a_program_measures_a_server(original):
 def test_the_loader_is_measured_and_the_data_checked(original, image_folder):
     code, out, err = original(
         "pytorch:datasets/host_benchmark.py",
-        f"--data imagenet --imagenet-data-path {image_folder} --micro-batch-size 4 --iterations 1 -- --image-size 32",
+        f"--data imagenet --imagenet-data-path {image_folder} --micro-batch-size 4 --iterations 1 -- --image-size 32"
+        " --seconds 0.05",
     )
     assert code == 0, err
     assert "Throughput of the iteration:" in out

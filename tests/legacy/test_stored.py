@@ -1,7 +1,6 @@
 """app.json and arguments.json: the options of an original by its own names, numbers as numbers."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from falconet.checkpoint import format
 from falconet.legacy.programs import main
 from falconet.legacy.translate import translate, translate_mapping
-from runs import begin, finish
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--device cpu --threads 1 --dataloader-workers 0 --image-size 16"
@@ -105,11 +103,9 @@ def number(text):
         return text
 
 
-def test_several_processes_store_what_was_typed(tmp_path):
-    script = str(ROOT / "compat/pytorch/train/train.py")
-    code, _, err = finish(begin(f"{PYTORCH} --replicas 2 -- {SMALL}", tmp_path, launcher=(sys.executable, script)))
-    assert code == 0, err
-    stored = json.loads((tmp_path / "out/app.json").read_text())
+@pytest.mark.usefixtures("two_cores", "forked_workers")
+def test_several_processes_store_what_was_typed(started):
+    stored = started("pytorch:train.py", f"{PYTORCH} --replicas 2", file="app.json")
     assert (stored["replicas"], stored["lr"], stored["half_partial"]) == (2, 0.5, True)
 
 

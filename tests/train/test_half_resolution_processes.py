@@ -39,6 +39,7 @@ def stops_after(epochs, falconet, line):
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("forked_workers")
 def test_replicas_train_both_phases(falconet):
     # Group norm does not see how the images are divided, so the losses are those of one process.
     line = f"train {HALF} --norm-type group --norm-num-groups 4 --logs-per-epoch 4 --lr 0.02 --fine-tune-lr 0.02"

@@ -160,6 +160,7 @@ DIVIDED = {
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("division", ["replicas", pytest.param("stages", marks=pytest.mark.slow)])
 def test_several_processes_measure_what_one_measures(falconet, photos, division):
     line = f"train photos {SMALL} --epoch 2 --norm-type group --norm-num-groups 4 --precision 32.32"

@@ -8,7 +8,7 @@ import pytest
 from falconet.checkpoint import format
 from tiny import TINY
 
-pytestmark = pytest.mark.usefixtures("two_cores")
+pytestmark = pytest.mark.usefixtures("two_cores", "forked_workers")
 
 HALF = "--precision 16.16 --enable-stochastic-rounding --auto-loss-scaling --enable-optimizer-rts"
 

@@ -133,6 +133,7 @@ def test_a_schedule_without_stages_has_no_effect_and_a_note(falconet):
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("forked_workers")
 def test_a_run_in_stages_is_saved_whole_and_restored_onto_other_layouts(falconet):
     line = f"{TINY} --gradient-accumulation 2 --logs-per-epoch 4 --weight-avg-strategy mean"
     assert falconet(f"train {line} --run-dir one").code == 0

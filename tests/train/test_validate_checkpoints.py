@@ -44,6 +44,7 @@ STAGES = "--pipeline-splits layer3/0 --gradient-accumulation 2"
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("extra", ["--replicas 2", pytest.param(STAGES, marks=pytest.mark.slow)])
 def test_several_processes_measure_checkpoints_together(falconet, monkeypatch, extra):
     monkeypatch.setattr(world, "cores", lambda processes=1: 2)
