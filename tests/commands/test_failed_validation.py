@@ -34,7 +34,7 @@ def saved(folder):
     return format.verify(only)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_too_little_memory_in_one_process_is_one_line_and_the_epoch_is_saved(tmp_path, rank):
     code, _, err = failing(tmp_path, rank, "RuntimeError('CUDA out of memory')", options="--checkpoint-save-freq 2")
     assert (code, err.count("\n")) == (2, 1), err

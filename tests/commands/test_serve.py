@@ -94,7 +94,9 @@ def test_requests_that_outlast_the_drain_timeout_are_cut_with_one_line():
         assert process.stderr.read() == ""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 0)]
+)
 def test_signal_stops_the_server_after_calls_in_progress(number, code):
     with served(f"{SMALL} --max-delay 2000") as (process, port, lines):
         with grpc.insecure_channel(grpc_address(lines)) as channel:
@@ -177,12 +179,12 @@ def test_grpc_follows_the_port_of_http():
 
 
 SLOW = (  # a batch takes seconds
-    "--model resnet50 --image-size 128 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64 --engine torch"
+    "--model resnet50 --image-size 96 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64 --engine torch"
 )
 
 
 def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():
-    head, body = infer(np.zeros((64, 3, 128, 128), dtype=np.uint8), model="resnet50")
+    head, body = infer(np.zeros((64, 3, 96, 96), dtype=np.uint8), model="resnet50")
     with served(f"{SLOW} --drain-timeout 0.2 --max-delay 0") as (process, port, _), connected(port) as asking:
         asking.sendall(head + body)
         time.sleep(0.3)
@@ -197,7 +199,7 @@ def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():
 
 @pytest.mark.slow
 def test_a_batch_whose_client_has_left_leaves_no_traceback():
-    head, body = infer(np.zeros((64, 3, 128, 128), dtype=np.uint8), model="resnet50")
+    head, body = infer(np.zeros((64, 3, 96, 96), dtype=np.uint8), model="resnet50")
     with served(f"{SLOW} --max-delay 0") as (process, port, _):
         with connected(port) as asking:
             asking.sendall(head + body)

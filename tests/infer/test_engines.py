@@ -63,8 +63,8 @@ def torch_lane(graph, max_batch=8):
 NETWORKS = {
     "resnet": ("resnet8-cifar", {}),
     "mobilenet": ("mobilenet-v3-small", {}),
-    "efficientnet": ("efficientnet-b0", {}),
-    "group norm": ("resnet18", {"norm_type": "group", "norm_num_groups": 4}),
+    "efficientnet": ("efficientnet-cifar", {}),
+    "group norm": ("resnet8-cifar", {"norm_type": "group", "norm_num_groups": 4}),
 }
 
 

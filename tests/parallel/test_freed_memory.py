@@ -12,7 +12,8 @@ import torch
 
 from falconet.parallel import host, world
 
-PAGES = (64 << 20) // os.sysconf("SC_PAGE_SIZE")  # of a block
+BLOCK = 34 << 20  # bytes; from 32 MiB on, glibc's malloc would map and unmap each
+PAGES = BLOCK // os.sysconf("SC_PAGE_SIZE")
 BLOCKS = 8
 FAULTS = f"""
 import resource, threading, torch
@@ -23,10 +24,10 @@ def faults():
 
 def print_faults():
     for _ in range(16):  # each of a thread's first aligned blocks leaves a sliver in its cache, and needs another place
-        torch.ones(64 << 20, dtype=torch.uint8)
+        torch.ones({BLOCK}, dtype=torch.uint8)
     before = faults()
     for _ in range({BLOCKS}):
-        torch.ones(64 << 20, dtype=torch.uint8)
+        torch.ones({BLOCK}, dtype=torch.uint8)
     print(faults() - before)
 
 open_world("cpu", threads=1, deterministic=True)
@@ -35,15 +36,15 @@ thread = threading.Thread(target=print_faults)  # as a server computes
 thread.start()
 thread.join()
 """
-KEPT = """
+KEPT = f"""
 import torch
 from pathlib import Path
 from falconet.parallel import host
 from falconet.parallel.world import open_world
 
 open_world("cpu", threads=1, deterministic=True)
-blocks = [torch.ones(64 << 20, dtype=torch.uint8) for _ in range(5)]
-last = torch.ones(64 << 20, dtype=torch.uint8)  # what is freed is not the end of the heap
+blocks = [torch.ones({BLOCK}, dtype=torch.uint8) for _ in range(5)]
+last = torch.ones({BLOCK}, dtype=torch.uint8)  # what is freed is not the end of the heap
 del blocks
 print(Path("/proc/self/statm").read_text().split()[1])
 host.return_freed_memory()

@@ -21,7 +21,7 @@ from falconet.checkpoint import format
 from falconet.errors import ConfigError, WorldError
 from falconet.parallel import collectives, launch, meeting
 from falconet.parallel.environment import Place
-from runs import assert_bitwise, begin, finish, metrics, updates, wait_for
+from runs import assert_bitwise, begin, finish, metrics, standing, updates, wait_for
 from tiny import TINY
 from watched import children, wait_until_gone
 
@@ -70,24 +70,6 @@ def kill_unnoticed(killed, other):
 def is_pending(number, pid):
     masks = re.findall(r"^(?:Sig|Shd)Pnd:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
-
-
-# The first worker does not log an update until the file `go` exists: no run ends before a test has sent its signals.
-STANDING = """
-import json, os, time
-plain = json.dumps
-def dumps(content, *rest, **named):
-    while isinstance(content, dict) and content.get("update") == {update} and not os.path.exists("go"):
-        time.sleep(0.01)
-    return plain(content, *rest, **named)
-json.dumps = dumps
-"""
-
-
-def standing(home, *, update):
-    """The environment of a run that stands still at an update."""
-    (home / "sitecustomize.py").write_text(STANDING.format(update=update))
-    return {"PYTHONPATH": os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])}
 
 
 def kill_at_random(home, run, *, total, kills, extra=""):

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 import gloo
 import replica_scenarios
 from falconet.parallel import network, rendezvous
-from runs import LIMIT, begin, finish, updates, wait_for
+from runs import LIMIT, begin, finish, standing, updates, wait_for
 from tiny import TINY
 from watched import descendants
 
@@ -118,7 +118,8 @@ def test_no_other_host_reaches_a_job_of_one_host_and_no_pickle_is_run(tmp_path, 
     folders = tmp_path / "tmp"
     folders.mkdir()
     line = f"train {LINE} {extra} --device cpu --epoch 5000 --run-dir r"
-    job = begin(line, tmp_path, launcher=launcher, variables={"TMPDIR": str(folders)})
+    variables = {"TMPDIR": str(folders), **standing(tmp_path, update=2)}
+    job = begin(line, tmp_path, launcher=launcher, variables=variables)
     wait_for(lambda: updates(tmp_path / "r") or job.poll() is not None, "the first update")
     assert job.poll() is None, job.communicate()
     everyone = [job.pid, *descendants(job.pid)]
@@ -130,6 +131,7 @@ def test_no_other_host_reaches_a_job_of_one_host_and_no_pickle_is_run(tmp_path, 
     trace, before = tmp_path / "trace", max(updates(tmp_path / "r"))
     assert attack(found, trace, run_ids(everyone)) == stores
     time.sleep(2)  # torch's agent reads its store every 0.1 s, and its rendezvous state every second
+    (tmp_path / "go").touch()
     wait_for(lambda: max(updates(tmp_path / "r")) > before + 3, "more updates")
     job.send_signal(signal.SIGINT)
     code, out, err = finish(job)
@@ -238,6 +240,7 @@ def begin_two(tmp_path, *how):
         subprocess.Popen(
             [sys.executable, "-m", "falconet.parallel.torchrun", *(word.format(number) for word in how), *line],
             cwd=tmp_path,
+            env=os.environ | standing(tmp_path, update=2),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -261,6 +264,7 @@ def test_agents_of_several_hosts_meet_at_the_address_alone_and_run_no_pickle(tmp
     assert {address for address, _ in found if is_open_to_others(address)} == set()
     assert attack([("127.0.0.1", port)], trace, run_ids(everyone), timeout=LIMIT) > 0
     time.sleep(3)  # torch's agent reads the state every second
+    (tmp_path / "go").touch()
     if backend == "static":
         assert [agent.poll() for agent in agents] == [None, None], "the key means nothing there"
         for agent in agents:

@@ -725,7 +725,9 @@ def test_credentials_and_interceptors_can_be_handed_in():
 
 # A server in a process of its own: the clients' event loops would share gRPC's with one in this process.
 
-SMALL = "--model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu --max-batch 4"
+SMALL = (
+    "--model resnet8-cifar --image-size 8 --classes 5 --port 0 --threads 1 --device cpu --max-batch 4 --engine torch"
+)
 
 
 @pytest.mark.dist

@@ -57,7 +57,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def real(run):
-    with served(f"{run} --port 0 --threads 1 --device cpu") as (_, port, _):
+    with served(f"{run} --port 0 --threads 1 --device cpu --engine torch") as (_, port, _):
         yield Real(port)
 
 
