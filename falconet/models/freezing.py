@@ -77,19 +77,22 @@ class Hold:
         model: nn.Module,
         frozen: Frozen,
         *,
-        since: int = 0,
+        since: int | None = None,
         until: int | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`until`: the first update that trains everything; None: never. `changed`: called after each change."""
+        """`since`: the first update that holds it; None: it was frozen before the optimizer was built.
+
+        `until`: the first update that trains everything; None: never. `changed`: called after each change.
+        """
         self._model, self._frozen, self._since, self._until, self._changed = model, frozen, since, until, changed
         held = [layer for name, layer in model.named_modules() if name in frozen.layers]
         self._evaluated = list(dict.fromkeys(inner for layer in held for inner in layer.modules()))
-        self._is_set = until is None and not since  # what is frozen for good was so before the optimizer was built
+        self._is_set = until is None and since is None
 
     def at(self, update: int) -> None:
         """Before the passes of an update, of a model in training mode."""
-        holds = self._since <= update and (self._until is None or update < self._until)
+        holds = (self._since is None or self._since <= update) and (self._until is None or update < self._until)
         if holds != self._is_set:
             self._is_set = holds
             self._frozen.set(self._model, trains=not holds)

@@ -446,7 +446,7 @@ def build_moving(
         move = ScaledMove(state.model, state.optimizer, state.scale, offender=offender, step=step, elsewhere=elsewhere)
     averages = [state.ema] if state.ema else []
     state.model.train()  # all layers of it; from here on the mode of the whole model tells that of each
-    hold = Hold(state.model, frozen, since=setup.frozen_from or 0, until=setup.unfrozen_at, changed=replicas.look_again)
+    hold = Hold(state.model, frozen, since=setup.frozen_from, until=setup.unfrozen_at, changed=replicas.look_again)
     return Moving(
         model=state.model,
         move=move,
