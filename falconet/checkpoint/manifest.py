@@ -107,7 +107,7 @@ class Manifest:
     def _epoch_of(self, update: int) -> float:
         """The epoch of an earlier update, as if all epochs had as many."""
         last = self.progress.update
-        return self.progress.epochs * min(update, last) / max(1, last)
+        return round(self.progress.epochs * min(update, last) / max(1, last), 6)  # whole where an epoch ended
 
     @property
     def several_labels(self) -> bool:

@@ -182,6 +182,12 @@ class Plan:
                 f"--micro-batch-size: the checkpoint is {done.images:,} images into an epoch, which a global batch of"
                 f" {self.global_batch} does not divide; expected the one it was trained with"
             )
+        if done.images // self.global_batch >= self.updates_per_epoch:
+            raise ConfigError(
+                f"--micro-batch-size: the checkpoint is {done.images:,} images into an epoch of {self.images:,}, of"
+                f" which a global batch of {self.global_batch} makes no further update; expected the one it was trained"
+                " with"
+            )
         return self.updates_before + done.update - self.update_after(done.epoch, done.images)
 
     def epoch_at(self, update: int) -> float:
@@ -267,7 +273,9 @@ class Plan:
         if updates != whole:
             part = updates / self.updates_per_epoch
             epochs = f"{part:.4g} {'epoch' if part == 1 else 'epochs'}"
-        return f"{counted(updates, 'update')} = {epochs} x {counted(self.updates_per_epoch, 'update')}"
+        is_mixed = self.phase == 1 and self.limit is not None and updates != self.updates
+        mixed = f"; {self.updates:,} in all, some of them with another global batch" if is_mixed else ""
+        return f"{counted(updates, 'update')} = {epochs} x {counted(self.updates_per_epoch, 'update')}{mixed}"
 
     def _validation(self) -> str:
         words = {"none": "never", "after": "at the end", "during": _every(self.validation_frequency)}

@@ -41,7 +41,7 @@ def brief(built: BuiltPhase) -> list[str]:
         *built.plan.lines(),
     ]
     is_whole, plan = asked.training.has_whole_epochs, built.plan
-    length = counted(plan.last_epoch, "epoch") if is_whole else counted(plan.updates - plan.updates_before, "update")
+    length = counted(plan.last_epoch, "epoch") if is_whole else counted(plan.updates, "update")
     return [
         *(line for line in describe(built) if line not in details),
         f"{length}, {counted(plan.global_batch, 'photo')} of {built.images.shape()} per update,"

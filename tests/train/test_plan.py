@@ -271,6 +271,10 @@ def test_a_checkpoint_within_an_epoch_continues_only_with_a_batch_that_divides_i
     assert (made.place(30), made.updates) == ((1, 5), 45)
     with pytest.raises(ConfigError, match="12 images into an epoch, which a global batch of 8 does not divide"):
         plan().start_of(Progress(epoch=1, images=12, update=30))
+    with pytest.raises(
+        ConfigError, match="24 images into an epoch of 32, of which a global batch of 24 makes no further"
+    ):
+        plan(updates_per_epoch=1, micro_batch=24, images=32).start_of(Progress(epoch=1, images=24, update=30))
 
 
 COUNTED = {  # updates asked for, micro-batch after 6 updates of 8 images -> updates at the end
@@ -292,6 +296,7 @@ def test_a_length_in_updates_counts_those_of_another_global_batch(asked, micro_b
     assert made.updates == COUNTED[asked, micro_batch]
     assert made.place(6) == (1, 16 // micro_batch)
     assert made.schedule.epochs == pytest.approx(made.epoch_at(made.updates))  # a cosine ends with the training
+    assert any(f"; {made.updates} in all, " in line for line in made.lines()) == (micro_batch != 8)
 
 
 def test_a_limit_in_updates_ends_within_an_epoch_with_log_validation_and_save():
