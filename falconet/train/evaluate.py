@@ -54,6 +54,7 @@ from falconet.train.log import Output
 from falconet.train.loss import MultiLabelLoss
 from falconet.train.plan import Plan
 
+AVERAGED = "validation_averaged"  # the group of what averages of checkpoints reached, in metrics.jsonl
 TOP = 5  # classes among which the right one counts too
 STATISTICS_IMAGES = 64  # enough to compare statistics with
 MOST_NAMED = 20  # images that could not be read
@@ -449,7 +450,7 @@ class Validation:
         self.record.begin("other")
         found = self.measure(self.state.model, never)
         self._warn(found, "the averaged checkpoints' validation")
-        group = f"validation_averaged_{suffix}" if suffix else "validation_averaged"
+        group = f"{AVERAGED}_{suffix}" if suffix else AVERAGED
         self.output.measurements.write(self.state.progress.update, _named(group, found))
         seconds = self.output.stopwatch.clock() - begun
         validated = replace(self._validated(found, seconds, name), origin=origin)

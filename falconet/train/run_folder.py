@@ -60,6 +60,7 @@ from falconet.report.run_files import (
 from falconet.report.sinks import JsonLines, Several, Sink, UpdateTimes
 from falconet.report.styles import FALCONET, Conventions, Table
 from falconet.report.trackers import Guarded, Tracker
+from falconet.train import evaluate
 from falconet.train.plan import Phase
 
 
@@ -288,7 +289,11 @@ def lacks_its_end(options: commands.TrainOptions, restored: Checkpoint, conventi
     """Whether a run stopped after the last update but before its summary, which it writes after everything else."""
     if options.run.temporary or is_named_anew(options, conventions):
         return False
-    folder = choose(options, conventions)
+    return _is_unended(restored, choose(options, conventions))
+
+
+def _is_unended(restored: Checkpoint, folder: Path) -> bool:
+    """Whether this folder's run, continued from its checkpoint, has no summary of that update."""
     return _belongs(restored, folder) and updates_in_summary(folder) < restored.manifest.progress.update
 
 
@@ -320,16 +325,19 @@ def continue_log(
         _continue_records(folder, source, update=restored.manifest.progress.update)
     update = restored.manifest.progress.update if restored else 0
     validated = not (restored and restored.manifest.meter.get("unvalidated"))
+    comes_again = restored is not None and _is_unended(restored, folder)  # what follows the last update
 
     def is_kept(line: bytes) -> bool:
         done, names = _read_line(line)
+        if done == update and comes_again and any(name.startswith(evaluate.AVERAGED) for name in names):
+            return False
         return done < update or (done == update and (validated or "train/loss" in names))
 
     writing.keep_lines(folder, METRICS, is_kept)
     writing.keep_lines(folder, TIMES, lambda line: _read_line(line)[0] <= update)
     for table in conventions.tables:
         last = update if validated or not table.is_of_validations else update - 1
-        writing.keep_lines(folder, table.name, _until(last, table))
+        writing.keep_lines(folder, table.name, _until(last, table, ends=comes_again and table.is_of_validations))
 
 
 def _continue_records(folder: Path, source: Path, *, update: int) -> None:
@@ -353,16 +361,24 @@ def _read_line(line: bytes) -> tuple[int, Collection[str]]:
     return (done, content) if isinstance(done, int) else (0, ())
 
 
-def _until(last: int, table: Table) -> Callable[[bytes], bool]:
-    """Whether a line of a CSV file is its header, or a row of an update up to the `last`."""
+def _until(last: int, table: Table, *, ends: bool) -> Callable[[bytes], bool]:
+    """Whether a line of a CSV file is its header, or a row of an update up to the `last`.
+
+    `ends`: the first row of that one is the last that is kept; averages and other checkpoints may follow it.
+    """
     header: list[str] = []
+    ended = False
 
     def is_kept(line: bytes) -> bool:
+        nonlocal ended
         cells = next(csv.reader([line.decode(errors="replace")]), [])
         if not header:
             header.extend(cells)
             return True
+        if ended:
+            return False
         done = dict(zip(header, cells, strict=False)).get(table.update, "")
+        ended = ends and done == str(last)
         return not done.isdecimal() or int(done) <= last
 
     return is_kept

@@ -58,7 +58,9 @@ def write(folder: Path, log: Log, ending: Ending, environment: Mapping[str, str]
         "epochs": log.plan.last_epoch,
         "ended_early": log.ended_early,
         "phase": log.plan.phase,
-        "images_per_second": round(rate.images_per_second, 1),
+        **(
+            {"images_per_second": round(rate.images_per_second, 1)} if rate.images else {}
+        ),  # else only the end was left
         "training_seconds": round(rate.seconds, 1),
         "whole_seconds": round(ending.whole, 1),
         "seconds": ending.seconds,
@@ -118,8 +120,9 @@ def _told(folder: Path, log: Log, ending: Ending) -> dict[str, str]:
         end, epochs = log.plan.epoch_at(log.state.progress.update), counted(log.plan.patience or 0, "epoch")
         lines["ended early"] = f"after epoch {in_short(end)}: {epochs} without a better validation"
     lines["time"] = f"{span(ending.whole)} in all, training time {span(rate.seconds)}"
-    waited = f"{rate.waiting_percent:.0f}% of the time waiting for data"
-    lines["images per second"] = f"{rate.images_per_second:,.0f} ({waited})"
+    if rate.images:
+        waited = f"{rate.waiting_percent:.0f}% of the time waiting for data"
+        lines["images per second"] = f"{rate.images_per_second:,.0f} ({waited})"
     lines |= metrics.told(ending.memory, replicas=log.plan.replicas)
     if ending.joules is not None:
         lines["energy"] = joules_in_words(ending.joules)
