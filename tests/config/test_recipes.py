@@ -164,10 +164,8 @@ def test_configs_are_listed_without_torch():
     assert "mk2_resnet50_mlperf_pod64_lars" in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "batch", "updates"), [("cifar10-speedrun", 2000, 8 * 25), ("cifar10-96", 1000, 30 * 50)]
-)
-def test_speed_recipes_have_the_published_rates_per_image(name, batch, updates):
+@pytest.mark.parametrize(("name", "batch"), [("cifar10-speedrun", 2000), ("cifar10-96", 1000)])
+def test_speed_recipes_have_the_published_rates_per_image(name, batch):
     """A rate r for summed losses is r x batch for their mean; decay is a part of a weight per update."""
     options = load(TrainOptions, [*from_config(name, TRAIN)]).options
     lr, shares = options.learning_rate.lr, dict(map(rate_share, options.optimizer.lr_share))
@@ -176,4 +174,3 @@ def test_speed_recipes_have_the_published_rates_per_image(name, batch, updates):
     assert shares[".*/bias"] * lr == pytest.approx(0.053 * batch, rel=1e-6)
     assert options.optimizer.weight_decay * lr == pytest.approx(2e-6 * batch, rel=1e-6)
     assert options.data.micro_batch == batch
-    assert options.training.epochs * (50_000 // batch) == updates
