@@ -52,7 +52,7 @@ def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
         )
     if not path.is_file():
         require_checkpoints(path)
-    problem = rules.unknown_model(options) if "model" in stated.sources else None
+    problem = rules.unknown_model(options.model) if "model" in stated.sources else None
     if problem:
         raise ConfigError(problem)
     _check_validated(options)

@@ -138,7 +138,7 @@ def _reestimate_batchnorm(
         model=training.model.model,
         global_batch=saved_model.global_batch(training),
         seed=training.run.seed,
-        use_objects=boxes_used(training),
+        use_objects=boxes_used(training.data, training.augmentation),
         percentage=training.training.dataset_percentage,
         to_train=True,
     )

@@ -4,11 +4,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from falconet.config import commands, rules
+from falconet.config import commands
 from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of, value_of
 from falconet.config.options import Augmentation, Data, Machine, Model
-from falconet.config.rules import PHOTOS, averages, crops, crops_photos, objects_by_area, recompute_mode, uses_cutmix
+from falconet.config.rules import (
+    PHOTOS,
+    averages,
+    boxes_used,
+    crops,
+    crops_photos,
+    is_stored,
+    recompute_mode,
+    uses_cutmix,
+)
 from falconet.config.settings import LINE, is_asked_for
 
 
@@ -56,6 +65,15 @@ def _may_flip(options: TrainOptions) -> bool:
     return options.augmentation.augment in ("auto", "shift-flip", "crop-flip")
 
 
+def _crops_photos(options: TrainOptions) -> bool:
+    return crops_photos(options.data, options.augmentation)
+
+
+def _objects_by_area(options: TrainOptions) -> bool:
+    """Whether the overlap with objects can be chosen; TensorFlow's draw fixes it."""
+    return boxes_used(options.data, options.augmentation) != "no" and options.augmentation.crop_draw == "area"
+
+
 def _augments_by(name: str) -> Callable[[TrainOptions], bool]:
     return lambda options: options.augmentation.auto_augment == name
 
@@ -68,7 +86,17 @@ def _pads_shortcuts(options: TrainOptions) -> bool:
 
 def _draws_weights(options: TrainOptions) -> bool:
     """Not where weights are read: by restore from its checkpoint, or from --init-path."""
-    return options.training.init_path is None and not hasattr(options, "input")
+    return options.training.init_path is None and not isinstance(options, commands.RestoreOptions)
+
+
+def _normalises_by_dataset(options: TrainOptions) -> bool:
+    """Whether pixels are normalised by numbers of the whole dataset."""
+    return options.data.normalization_location != "none" and options.data.normalization == "deviation"
+
+
+def _validates_whole(options: TrainOptions) -> bool:
+    """Whether one process validates with the whole model; stages pass on micro-batches."""
+    return options.validation.validation_mode != "none" and not options.parallel.pipeline_splits
 
 
 CIFAR_BASIC = tuple(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110))
@@ -133,12 +161,12 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("conv-bias", "--norm-type none", lambda options: options.model.norm_type == "none"),
     ("iterations", "--data generated or synthetic", _random_data),
     ("validation-images", "--data generated", lambda options: options.data.data == "generated"),
-    *((name, "--data other than generated and synthetic", rules.is_stored) for name in _KEPT_OPTIONS),
+    *((name, "--data other than generated and synthetic", lambda o: is_stored(o.data)) for name in _KEPT_OPTIONS),
     ("validation-crop-ratio", "--validation-crop auto or centre", lambda o: o.data.validation_crop != "whole"),
     ("classes", "--data generated or synthetic", _random_data),
-    *((name, "--data imagenet or folder, and --augment crop-flip or auto", crops_photos) for name in _BOX_OPTIONS),
-    *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),
-    *((name, "--use-bbox-info and --crop-draw area", objects_by_area) for name in _OBJECT_OPTIONS),
+    *((name, "--data imagenet or folder, and --augment crop-flip or auto", _crops_photos) for name in _BOX_OPTIONS),
+    *((name, "--augment crop-flip or auto", lambda o: crops(o.augmentation)) for name in ("crop-area", "crop-draw")),
+    *((name, "--use-bbox-info and --crop-draw area", _objects_by_area) for name in _OBJECT_OPTIONS),
     *((name, "--augment shift, shift-flip or auto", _may_shift) for name in ("shift-reach", "shift-padding")),
     ("flip", "--augment shift-flip, crop-flip or auto", _may_flip),
     ("sampler", "data from the host (not --data synthetic)", _host_data),
@@ -151,11 +179,11 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("normalization", "--normalization-location host or device", lambda o: o.data.normalization_location != "none"),
-    *((name, "--normalization deviation", rules.normalises_by_dataset) for name in ("pixel-mean", "pixel-deviation")),
+    *((name, "--normalization deviation", _normalises_by_dataset) for name in ("pixel-mean", "pixel-deviation")),
     ("validation-frequency", "--validation-mode during", lambda o: o.validation.validation_mode == "during"),
     ("early-stopping", "--validation-mode during", lambda o: o.validation.validation_mode == "during"),
     ("tta", "--validation-mode during or after", lambda o: o.validation.validation_mode != "none"),
-    ("validation-batch-size", "--validation-mode during or after, and one stage", rules.validates_whole),
+    ("validation-batch-size", "--validation-mode during or after, and one stage", _validates_whole),
     (
         "weight-avg-exp-decay",
         "--weight-avg-strategy exponential",
@@ -164,9 +192,9 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     (
         "weight-avg-N",
         "--weight-avg-strategy, or with --weight-avg-epochs",
-        lambda o: averages(o) and o.averaging.weight_avg_epochs is None,
+        lambda o: averages(o.averaging) and o.averaging.weight_avg_epochs is None,
     ),
-    ("weight-avg-epochs", "--weight-avg-strategy", averages),
+    ("weight-avg-epochs", "--weight-avg-strategy", lambda o: averages(o.averaging)),
     *(
         (f"fine-tune-{name}", "--half-res-training", lambda o: o.fine_tuning.half_res_training)
         for name in _FINE_TUNE_OPTIONS

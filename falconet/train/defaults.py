@@ -94,7 +94,7 @@ def open_images(options: commands.TrainOptions, *, global_batch: int) -> Dataset
         model=options.model.model,
         global_batch=global_batch,
         seed=options.run.seed,
-        use_objects=rules.boxes_used(options),
+        use_objects=rules.boxes_used(options.data, options.augmentation),
         percentage=options.training.dataset_percentage,
         to_train=True,
     )
@@ -150,7 +150,7 @@ def _with_length(
         updates = options.training.limit(per_epoch) or options.training.epochs * per_epoch
         warmup = warmup_for(options.learning_rate.warmup_epoch, updates=updates, per_epoch=per_epoch)
         options = replace(options, learning_rate=replace(options.learning_rate, warmup_epoch=warmup))
-    is_fixed = rules.is_stored(options)  # others depend on the batch
+    is_fixed = rules.is_stored(options.data)  # others depend on the batch
     return replace(loaded, options=options), images if is_fixed else None
 
 
