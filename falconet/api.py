@@ -22,7 +22,7 @@ from falconet.config.commands import Command, PredictOptions, TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import Loaded, read_line
 from falconet.config.options import MODELS
-from falconet.config.recipes import PHOTOS
+from falconet.config.recipes import PHOTOS_CONFIG
 from falconet.config.settings import LINE, Setting
 from falconet.data.dataset import Dataset
 from falconet.errors import CheckpointError, ConfigError, DataError, Interrupted, WorldError
@@ -181,7 +181,7 @@ def _line(command: type[Command], words: tuple[object, ...], options: Mapping[st
             argv += [f"--{name}", *map(str, value)]
         else:
             argv.append(f"--{name}={value}")
-    return read_line(command, argv, photos=PHOTOS)
+    return read_line(command, argv, photos=PHOTOS_CONFIG)
 
 
 def _placed(line: list[Setting]) -> Loaded[TrainOptions]:

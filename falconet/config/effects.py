@@ -9,7 +9,7 @@ from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of, value_of
 from falconet.config.options import Augmentation, Data, Machine, Model
 from falconet.config.rules import (
-    PHOTOS,
+    PHOTO_KINDS,
     averages,
     boxes_used,
     crops,
@@ -38,7 +38,7 @@ def _host_data(options: TrainOptions) -> bool:
 
 
 def _photos(options: TrainOptions) -> bool:
-    return options.data.data in PHOTOS
+    return options.data.data in PHOTO_KINDS
 
 
 def _may_use_cuda(options: TrainOptions) -> bool:

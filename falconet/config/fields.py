@@ -16,6 +16,7 @@ from falconet.errors import DataError
 Auto = Literal["auto"]
 ORIGIN = "origin"  # the key in a field's metadata
 UNSET = "None"  # what is typed to remove a stored value
+PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")  # of files, in lower case
 WHOLE_OR_NOT = int | float  # usually whole: searches try whole numbers only
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from falconet.config import options as declared
 from falconet.config.commands import Command, DoctorOptions, SearchOptions, TrainOptions
 from falconet.config.fields import Option, options_of, sections_of
-from falconet.config.recipes import PHOTOS, values_of
+from falconet.config.recipes import PHOTOS_CONFIG, values_of
 from falconet.config.settings import spelled
 
 WIDEST = 120  # columns
@@ -82,7 +82,7 @@ def for_photos(command: type[object]) -> dict[str, str]:
     if command not in (TrainOptions, SearchOptions, DoctorOptions):
         return {}
     known = options_of(command)
-    stated = {name: str(value) for name, value in values_of(PHOTOS).items()}
+    stated = {name: str(value) for name, value in values_of(PHOTOS_CONFIG).items()}
     return {name: text for name, text in stated.items() if text != default_of(known[name])}
 
 

@@ -22,7 +22,7 @@ from falconet.config.commands import (
     TrainOptions,
 )
 from falconet.config.fields import Option, options_of, sections_of, value_of
-from falconet.config.recipes import PHOTOS, Use, from_config, source_of
+from falconet.config.recipes import PHOTOS_CONFIG, Use, from_config, source_of
 from falconet.config.settings import (
     CHECKPOINT,
     DEFAULT,
@@ -70,7 +70,7 @@ class Loaded(Generic[Options_co]):
     def chooses(self, name: str) -> bool:
         """Whether the user chose a value that weights may give too; the model of the config for photos is a default."""
         source = self.sources.get(name)
-        return is_asked_for(source) and (name, source) != ("model", source_of(PHOTOS))
+        return is_asked_for(source) and (name, source) != ("model", source_of(PHOTOS_CONFIG))
 
     def table(self) -> dict[str, dict[str, Any]]:
         """Every option with its value and source, for run folders and checkpoints; unset ones are left out."""
@@ -169,7 +169,7 @@ def load_options(
 def load(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]:
     """The options that the settings give, checked; a later setting overrides an earlier one of the same option."""
     loaded = parse(command, settings)
-    is_lowered = loaded.sources.get("warmup-epoch") == source_of(PHOTOS)
+    is_lowered = loaded.sources.get("warmup-epoch") == source_of(PHOTOS_CONFIG)
     rules.check(loaded.options, but=[rules.warmup_ends_before_training] if is_lowered else [])
     return loaded
 
@@ -237,7 +237,7 @@ def unsettled(line: Sequence[Setting]) -> set[str]:
     final = {setting.bare: setting for setting in line}
     automatic = {name for name, each in final.items() if each.values == ("auto",)}
     open_ = {name for name in automatic if final[name].source != LINE or name in MEASURED}
-    return open_ | {name for name in LOWERED if name in final and final[name].source == source_of(PHOTOS)}
+    return open_ | {name for name in LOWERED if name in final and final[name].source == source_of(PHOTOS_CONFIG)}
 
 
 def typed(line: Sequence[Setting]) -> list[str]:

@@ -10,7 +10,7 @@ from falconet.config.fields import Option
 from falconet.config.settings import Setting, from_mapping, read_options, read_yaml
 from falconet.errors import ConfigError, did_you_mean
 
-PHOTOS = "photos"  # the config of a training that names a folder of photos and no config
+PHOTOS_CONFIG = "photos"  # the config of a training that names a folder of photos and no config
 ABOUT, DEVIATIONS, EXTENDS = "about", "deviations", "extends"  # the keys of an entry that are not options
 Use = Literal["train", "bench infer"]  # the command that a config is for: the originals used some names for both
 Entry = Mapping[str, object]

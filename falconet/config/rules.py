@@ -42,7 +42,7 @@ from falconet.config.options import (
 )
 from falconet.errors import ConfigError, did_you_mean
 
-PHOTOS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
+PHOTO_KINDS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
 _AUTO = re.compile(r"auto:\d{1,4}")
 
 
@@ -83,7 +83,7 @@ def crops(augmentation: Augmentation) -> bool:
 
 def crops_photos(data: Data, augmentation: Augmentation) -> bool:
     """Whether photos are cropped at random."""
-    return data.data in PHOTOS and crops(augmentation)
+    return data.data in PHOTO_KINDS and crops(augmentation)
 
 
 def boxes_used(data: Data, augmentation: Augmentation) -> Literal["no", "if there", "yes"]:
@@ -186,7 +186,7 @@ def _proxy_norm_without_lars(model: Model, optimizer: Optimizer) -> str | None:
 
 
 def _photos_need_a_folder(data: Data, options: Command) -> str | None:
-    if data.data in PHOTOS and data.data_dir is None and not only_planned(options):
+    if data.data in PHOTO_KINDS and data.data_dir is None and not only_planned(options):
         return f"--data {data.data}: needs --data-dir (or the environment variable DATA_DIR), a folder of photos"
     return None
 
@@ -307,7 +307,7 @@ def _resident_images_are_bytes_of_one_size(data: Data, augmentation: Augmentatio
     """What is kept on the device is copied there once, before it is known how an image moves."""
     if data.dataset_location == "host":
         return None
-    if data.data in PHOTOS:
+    if data.data in PHOTO_KINDS:
         return (
             f"--dataset-location: got 'device', but --data {data.data} is decoded photo by photo; expected"
             " --data cifar10, cifar100, digits or generated"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from falconet.config.fields import PHOTO_SUFFIXES
 from falconet.errors import NEAR, DataError
 from falconet.report import folders
 from falconet.report.foreign_folder import ForeignFolder, Known, Mark
@@ -37,7 +38,6 @@ FOLLOWED = (
 )
 MOST_RUNS = 500  # of a folder, the newest
 RUNS = "runs"  # where new run folders go by default
-PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 MOST_SEEN, DEEPEST = 2000, 2  # names that are looked at for photos, and folders below the one given
 
 
@@ -136,6 +136,6 @@ def _photo_in(folder: Path) -> str | None:
                 seen += 1
                 if each.is_dir(follow_symlinks=False) and depth < DEEPEST and not each.name.startswith("."):
                     waiting.append((each.path, depth + 1))
-                elif each.name.lower().endswith(PHOTOS):
+                elif each.name.lower().endswith(PHOTO_SUFFIXES):
                     return os.path.relpath(each.path, folder)
     return None

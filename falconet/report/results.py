@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from falconet.config.options import Logging
-from falconet.config.rules import PHOTOS
+from falconet.config.rules import PHOTO_KINDS
 from falconet.report.curves import short
 from falconet.report.epochs import in_short, span
 from falconet.report.foreign_folder import number
@@ -136,7 +136,7 @@ def _images_of(run: RunFiles) -> _Images | None:
     if "data" not in run.options:
         return None
     kind, place = run.options["data"].value, run.options.get("data-dir")
-    folder = PurePosixPath(posixpath.normpath(place.value)) if place and kind in PHOTOS else None
+    folder = PurePosixPath(posixpath.normpath(place.value)) if place and kind in PHOTO_KINDS else None
     return _Images(kind, folder, last_of(run, "validation/images"))
 
 

@@ -9,7 +9,7 @@ from falconet.checkpoint.initial_weights import Asked, InitialWeights
 from falconet.config import commands, rules
 from falconet.config.fields import value_or
 from falconet.config.load import LOWERED, Loaded, Options
-from falconet.config.recipes import EXTENDS, PHOTOS, is_file, source_of
+from falconet.config.recipes import EXTENDS, PHOTOS_CONFIG, is_file, source_of
 from falconet.config.settings import CHECKPOINT, WEIGHTS, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, refitted
 from falconet.errors import CheckpointError, ConfigError
@@ -77,7 +77,8 @@ def weight_notes(loaded: Loaded[commands.TrainOptions], initial: InitialWeights 
     files = filter(is_file, sources.values())
     if options.data.data == "folder" and not is_asked_for(sources.get("pretrained")) and (file := next(files, None)):
         return (
-            f"{file} has no `{EXTENDS}: {PHOTOS}`: what it leaves out has general defaults, such as random weights",
+            f"{file} has no `{EXTENDS}: {PHOTOS_CONFIG}`: what it leaves out has general defaults, such as random"
+            " weights",
         )
     return ()
 
@@ -133,7 +134,7 @@ def _with_length(
 ) -> tuple[Loaded[commands.TrainOptions], Dataset | None]:
     """With epochs for the number of images, and a batch and a warm-up that suit them, unless the line states those."""
     options = loaded.options
-    is_open = {name: loaded.sources.get(name) == source_of(PHOTOS) for name in LOWERED}
+    is_open = {name: loaded.sources.get(name) == source_of(PHOTOS_CONFIG) for name in LOWERED}
     if options.training.epoch != "auto" and not any(is_open.values()):
         return loaded, images
     images = images or open_images(options, global_batch=options.data.micro_batch)

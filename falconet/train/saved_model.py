@@ -15,7 +15,7 @@ from falconet.config.commands import TrainOptions, ValidateOptions
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import Loaded, load_options
 from falconet.config.options import Data
-from falconet.config.rules import PHOTOS
+from falconet.config.rules import PHOTO_KINDS
 from falconet.config.settings import Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
 from falconet.data.sources.folder import validates_by_name
@@ -72,7 +72,7 @@ def refuse_download(loaded: Loaded[Any]) -> None:
     if any(is_asked_for(loaded.sources.get(name)) for name in ("data", "data-dir")):
         return
     data = loaded.options.data
-    if data.data in PHOTOS and data.data_dir is not None and not data.data_dir.exists():
+    if data.data in PHOTO_KINDS and data.data_dir is not None and not data.data_dir.exists():
         here = "" if data.data_dir.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
             f"{data.data_dir}: no such folder{here}; the run was trained on it; expected --data-dir, where its photos"
@@ -131,7 +131,7 @@ def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tupl
 def _is_own(data: Data, manifest: Manifest) -> bool:
     """Whether it is the data that a checkpoint's run was trained on; a path may have several spellings."""
     trained = load_options(ValidateOptions, [], manifest.config).options.data
-    if data.data not in PHOTOS or data.data_dir is None or trained.data_dir is None:
+    if data.data not in PHOTO_KINDS or data.data_dir is None or trained.data_dir is None:
         return data.data_dir == trained.data_dir
     return data.data_dir.resolve() == trained.data_dir.resolve()
 
