@@ -11,7 +11,7 @@ from falconet.checkpoint import format
 from falconet.checkpoint.manifest import require_folder as require_checkpoints
 from falconet.config import commands, rules
 from falconet.config.fields import PHOTO_SUFFIXES, options_of, require_folder, require_photos
-from falconet.config.load import Loaded, Options, load_options, parse
+from falconet.config.load import Loaded, OptionsT, load_options, parse
 from falconet.config.settings import LINE, Setting
 from falconet.config.spaces import spaces_in
 from falconet.errors import ConfigError, DataError, named_option
@@ -26,7 +26,7 @@ SET_BY_SEARCH = ("run-dir", "resume", "temporary", "name-suffix", "plan")
 FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.AverageOptions)
 
 
-def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
+def load(command: type[OptionsT], line: Sequence[Setting]) -> Loaded[OptionsT]:
     """The checked options of a line, with the checkpoint that `restore` continues from.
 
     Of `validate` and `average`, which open several checkpoints, only types and ranges are checked: the commands load
@@ -63,7 +63,7 @@ def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
     return replace(stated.over(format.read_manifest(folder).config), checkpoint=folder)
 
 
-def _load_search(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
+def _load_search(command: type[OptionsT], line: Sequence[Setting]) -> Loaded[OptionsT]:
     """The options of a search, with the first value of each space; every end of a space has been checked."""
     require_package("optuna", extra="search")
     given = next((setting for setting in line if setting.bare in SET_BY_SEARCH), None)

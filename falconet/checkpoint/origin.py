@@ -15,7 +15,7 @@ from falconet.config.options import BOUND_TO_WEIGHTS, MODELS
 from falconet.config.settings import DEFAULT, WEIGHTS
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 
-Options = dict[str, str | bool | list[str]]  # by name, as a checkpoint stores them
+StoredOptions = dict[str, str | bool | list[str]]  # by name, as a checkpoint stores them
 Shapes = Mapping[str, tuple[int, ...]]
 TENSORFLOW_EPSILON = "0.001"  # of batch norm; torch's is 0.00001
 NORMS = ("batch", "group", "none")
@@ -27,7 +27,7 @@ class Origin:
     """What is known of weights beside their values."""
 
     why: str
-    options: Options
+    options: StoredOptions
 
     def table(self) -> dict[str, dict[str, Any]]:
         """The options as those of a checkpoint, which the command line overrides."""
@@ -64,7 +64,7 @@ def own_origin(manifest: Manifest, *, model: str | None) -> Origin:
     return Origin("the checkpoint was trained with", taken)
 
 
-def _from_arguments(arguments: Mapping[str, Any]) -> Options:
+def _from_arguments(arguments: Mapping[str, Any]) -> StoredOptions:
     """The options of a model among the arguments of its training, by the names that the PyTorch program gave them.
 
     Another program's value of a name that is none of ours is left out: the weights themselves show what they fit.
@@ -72,7 +72,7 @@ def _from_arguments(arguments: Mapping[str, Any]) -> Options:
     name = arguments.get("model")
     if not isinstance(name, str) or name not in MODELS:
         return {}
-    found: Options = {"model": name}
+    found: StoredOptions = {"model": name}
     norm = arguments.get("norm_type")
     if norm in NORMS:
         found["norm-type"] = norm
@@ -96,7 +96,7 @@ def _from_arguments(arguments: Mapping[str, Any]) -> Options:
     return found
 
 
-def _numbers(arguments: Mapping[str, Any], *names: str) -> Options:
+def _numbers(arguments: Mapping[str, Any], *names: str) -> StoredOptions:
     return {
         name.replace("_", "-"): str(arguments[name])
         for name in names
@@ -133,7 +133,7 @@ def _is_torchvision_large_efficientnet(shapes: Shapes) -> bool:
     return "features.1.0.block.0.0.weight" in shapes and shapes.get("classifier.1.weight", (0, 0))[1] >= 2048
 
 
-LAYOUTS: tuple[tuple[str, Callable[[Shapes], bool], Options, re.Pattern[str]], ...] = (
+LAYOUTS: tuple[tuple[str, Callable[[Shapes], bool], StoredOptions, re.Pattern[str]], ...] = (
     (
         "akamaster's pytorch_resnet_cifar10",
         _is_akamaster,

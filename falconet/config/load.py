@@ -40,8 +40,8 @@ from falconet.config.settings import (
 )
 from falconet.errors import ConfigError, did_you_mean
 
-Options = TypeVar("Options")
-Options_co = TypeVar("Options_co", covariant=True)
+OptionsT = TypeVar("OptionsT")
+OptionsT_co = TypeVar("OptionsT_co", covariant=True)
 INVOCATION = (  # how a run was started, not what it does
     *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path", "checkpoint"),
 )
@@ -52,15 +52,15 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[Options_co]):
+class Loaded(Generic[OptionsT_co]):
     """Checked options, the source of each value, and what they were loaded from."""
 
-    options: Options_co
+    options: OptionsT_co
     sources: Mapping[str, str]  # by option name; defaults are not listed
     line: tuple[Setting, ...] = ()  # the recipe's settings, then those that were typed
     checkpoint: Path | None = None  # the checkpoint that supplied what the line does not set
 
-    def over(self, table: Mapping[str, Mapping[str, object]]) -> "Loaded[Options_co]":
+    def over(self, table: Mapping[str, Mapping[str, object]]) -> "Loaded[OptionsT_co]":
         """The same line over the options that a checkpoint stores, which settle the recipe's automatic ones."""
         settled = unsettled(self.line) & table.keys()
         if table.get("model", {}).get("source") == WEIGHTS and not self.chooses("model"):
@@ -81,7 +81,7 @@ class Loaded(Generic[Options_co]):
                 values[name] = {"value": _plain(value), "source": self.sources.get(name, DEFAULT)}
         return values
 
-    def rooted(self) -> "Loaded[Options_co]":
+    def rooted(self) -> "Loaded[OptionsT_co]":
         """The same with absolute paths to what a checkpoint may name: it is used from other folders too."""
         options: Any = self.options
         for option in options_of(type(options)).values():
@@ -156,8 +156,8 @@ def _names_photos(line: Sequence[Setting]) -> bool:
 
 
 def load_options(
-    command: type[Options], line: Sequence[Setting], checkpoint: Mapping[str, Mapping[str, object]] | None = None
-) -> Loaded[Options]:
+    command: type[OptionsT], line: Sequence[Setting], checkpoint: Mapping[str, Mapping[str, object]] | None = None
+) -> Loaded[OptionsT]:
     """The options of a line, checked; `checkpoint`: the options that one stores."""
     options = options_of(command)
     stored = from_checkpoint(checkpoint, options) if checkpoint else []
@@ -166,7 +166,7 @@ def load_options(
     return Loaded(loaded.options, loaded.sources, tuple(line))
 
 
-def load(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]:
+def load(command: type[OptionsT], settings: Iterable[Setting]) -> Loaded[OptionsT]:
     """The options that the settings give, checked; a later setting overrides an earlier one of the same option."""
     loaded = parse(command, settings)
     is_lowered = loaded.sources.get("warmup-epoch") == source_of(PHOTOS_CONFIG)
@@ -174,7 +174,7 @@ def load(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]
     return loaded
 
 
-def parse(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]:
+def parse(command: type[OptionsT], settings: Iterable[Setting]) -> Loaded[OptionsT]:
     """The same without the rules: each value has its type and range, but combinations are not checked."""
     known, sections, line = options_of(command), sections_of(command), tuple(settings)
     final = {setting.bare: setting for setting in line}

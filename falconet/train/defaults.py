@@ -8,7 +8,7 @@ from falconet.checkpoint import initial_weights
 from falconet.checkpoint.initial_weights import Asked, InitialWeights
 from falconet.config import commands, rules
 from falconet.config.fields import value_or
-from falconet.config.load import LOWERED, Loaded, Options
+from falconet.config.load import LOWERED, Loaded, OptionsT
 from falconet.config.recipes import EXTENDS, PHOTOS_CONFIG, is_file, source_of
 from falconet.config.settings import CHECKPOINT, WEIGHTS, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, refitted
@@ -59,7 +59,7 @@ def find_weights(name: str, asked: Asked, *, otherwise: str, fetched: bool = Tru
         raise CheckpointError(f"--pretrained: {error}; expected {expected}") from None
 
 
-def fitted(loaded: Loaded[Options], weights: InitialWeights) -> Loaded[Options]:
+def fitted(loaded: Loaded[OptionsT], weights: InitialWeights) -> Loaded[OptionsT]:
     """The options with those that follow from weights, below the ones that the line states."""
     options: Any = loaded.options
     made = loaded.over({**weights.options, **weights.inputs.table(options.data)})

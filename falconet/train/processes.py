@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 STARTED = ("pretrained", "init-path")  # used once, by the first start of a run
 MOST_DIGITS = 15  # of a number in a checkpoint's config
 Restored = Checkpoint | None
-Options = Loaded[commands.TrainOptions]
+LoadedTraining = Loaded[commands.TrainOptions]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """A run that is about to start in this process: its options, what it continues from, its place in the world."""
 
-    loaded: Options
+    loaded: LoadedTraining
     restored: Restored
     division: Division
     place: Place | None
@@ -76,7 +76,7 @@ class Launch:
         return {name: first[name] for name in STARTED if name in first}
 
 
-def prepare(loaded: Options, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:
+def prepare(loaded: LoadedTraining, restored: Restored = None, *, conventions: Conventions = FALCONET) -> Launch:
     """Decide everything about processes; nothing is started. One process on each of several hosts meets the others."""
     place = environment.find_place(os.environ)
     _check_stages(rules.stages_of(loaded.options.parallel))
@@ -193,14 +193,14 @@ def _as_worker(rank: int, size: int, own: int) -> str:
     return f"{where}: {counted(own, 'process')} here; worker 0 prints what is trained, and saves"
 
 
-def check_alike(world: World, loaded: Options, restored: Restored) -> None:
+def check_alike(world: World, loaded: LoadedTraining, restored: Restored) -> None:
     """Every process must run the same program with the same options from the same checkpoint."""
     world.agree("the version of falconet and torch", f"{falconet.__version__} and {torch.__version__}")
     world.agree("the options", hashlib.sha256(loaded.to_yaml().encode()).hexdigest()[:16])
     world.agree("the checkpoint", restored.folder.name if restored else "none")
 
 
-def _settled(loaded: Options, restored: Restored, place: Place | None) -> Options:
+def _settled(loaded: LoadedTraining, restored: Restored, place: Place | None) -> LoadedTraining:
     """The recipe's replicas and accumulation as numbers, so that a checkpoint states what it was trained with."""
     options = loaded.options
     asked, stages = environment.asked_of_launcher(os.environ), _stages(options)
@@ -227,7 +227,7 @@ def _as_many_as_started(place: Place, stages: int) -> int:
     return place.size if whole else max(1, place.size // stages)
 
 
-def _asks_for_another_batch(loaded: Options) -> bool:
+def _asks_for_another_batch(loaded: LoadedTraining) -> bool:
     names = ("gradient-accumulation", "micro-batch-size", "fine-tune-gradient-accumulation")
     return any(is_asked_for(loaded.sources.get(name)) for name in names)
 
@@ -250,7 +250,7 @@ def stored_number(manifest: Manifest, option: str) -> int:
     return int(text)
 
 
-def _asked(loaded: Options) -> Asked:
+def _asked(loaded: LoadedTraining) -> Asked:
     parallel = loaded.options.parallel
     assert parallel.replicas != "auto"
     return Asked(
@@ -267,7 +267,7 @@ def _is_started(asked: Asked, place: Place) -> bool:
     return asked.processes == place.size and asked.stages == 1
 
 
-def _divided_over_hosts(loaded: Options, asked: Asked, place: Place) -> tuple[Division, "Hosts | None"]:
+def _divided_over_hosts(loaded: LoadedTraining, asked: Asked, place: Place) -> tuple[Division, "Hosts | None"]:
     """The division over hosts with one process each, and those hosts, which a plan does not wait for."""
     from falconet.parallel import launch  # torch.distributed takes a second to import
 
@@ -286,7 +286,7 @@ def _divided_over_hosts(loaded: Options, asked: Asked, place: Place) -> tuple[Di
         raise ConfigError(f"--replicas: {error}") from None
 
 
-def _divided(loaded: Options, asked: Asked, place: Place | None) -> Division:
+def _divided(loaded: LoadedTraining, asked: Asked, place: Place | None) -> Division:
     machine = loaded.options.machine
     if place is not None:
         running = environment.stages_running(os.environ)
@@ -406,7 +406,7 @@ def accumulation_of(phase: Phase, division: Division) -> int:
     return accumulation
 
 
-def current_phase(phases: Sequence[Phase], loaded: Options, restored: Restored) -> int:
+def current_phase(phases: Sequence[Phase], loaded: LoadedTraining, restored: Restored) -> int:
     """The number of the phase that a run starts in."""
     if restored is None:
         return 1
@@ -449,7 +449,7 @@ def newest(options: commands.TrainOptions, conventions: Conventions = FALCONET) 
     return Checkpoint(folder, format.read_manifest(folder))
 
 
-def _is_of_weights(name: str, loaded: Options, manifest: Manifest) -> bool:
+def _is_of_weights(name: str, loaded: LoadedTraining, manifest: Manifest) -> bool:
     """Whether the weights that a run started with decided an option."""
     is_theirs = manifest.config.get(name, {}).get("source") == WEIGHTS
     return is_theirs and not loaded.chooses(name)
@@ -460,7 +460,7 @@ SETTLED = ("replicas", "gradient-accumulation")
 FITTED = ("micro-batch-size", "gradient-accumulation")  # by --micro-batch-size auto; the checkpoint's are kept
 
 
-def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Restored:
+def earlier(loaded: LoadedTraining, conventions: Conventions = FALCONET) -> Restored:
     """What --resume continues from: the run folder's newest checkpoint, refused if its options were different."""
     found = newest(loaded.options, conventions)
     if found is None:
