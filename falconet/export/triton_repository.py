@@ -6,6 +6,7 @@ Nothing but the stock image of the server is needed: its ONNX Runtime backend co
 from dataclasses import dataclass
 from pathlib import Path
 
+from falconet import writing
 from falconet.data.preprocessing import Preprocessing
 from falconet.export.graph import INPUT, OUTPUT, Graph
 
@@ -34,8 +35,7 @@ EXPORTED = Scheduling()
 
 def write(graph: Graph, folder: Path, scheduling: Scheduling = EXPORTED) -> Path:
     """Write everything but the ONNX model; returns the folder that it belongs in."""
-    lines = (f"{name}\n" for name in _one_line_each(graph.class_names))
-    labels = "".join(lines).encode("utf-8", "backslashreplace")  # bytes of names that are not UTF-8 are escaped
+    labels = writing.coded("".join(f"{name}\n" for name in _one_line_each(graph.class_names)))
     classifier = folder / MODELS / graph.name
     version_folder(graph, folder).mkdir(parents=True)
     (classifier / "config.pbtxt").write_text(_classifier(graph, scheduling))

@@ -131,7 +131,7 @@ class RunLog:
             writer = csv.DictWriter(row, list(values))
             if self._size(name) == 0:
                 writer.writeheader()
-            self._ends[name] = self._size(name) + len(row.getvalue().encode())
+            self._ends[name] = self._size(name) + len(writing.coded(row.getvalue()))
             writer.writerow(values)
             self._append(name, row.getvalue())
 
@@ -146,7 +146,7 @@ class RunLog:
 
     def _append(self, name: str, text: str) -> None:
         assert self._folder is not None
-        self._left[name] = self._left.get(name, b"") + text.encode()
+        self._left[name] = self._left.get(name, b"") + writing.coded(text)
         try:
             with FileIO(writing.growing(self._folder, name), "ab") as file:
                 self._left[name] = writing.put(file, self._left[name])
