@@ -2,19 +2,21 @@
 
 import itertools
 import os
+import re
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from falconet.data.image_files import NO_NAME, BadImages
+from falconet.data.image_files import NO_NAME, BadImages, UnreadableImageError, use_image
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.data.sources.folder import Listing, image_names
@@ -28,8 +30,10 @@ STDIN = "-"
 AT_ONCE = 4096  # photos per loader: names and threads are dropped between them, and memory stays bounded
 # How the files of the formats that people send through a pipe start.
 SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
+AS_TEXT = ("PPM", "XBM", "XPM")  # Pillow's names of formats that may start without any control character
 HEAD = 12  # bytes, enough to recognise any of them
 LONGEST = 4096  # bytes of a path that Linux opens, with its end
+_CONTROL, _EMPTY = re.compile(rb"[\x01-\x08\x0a-\x1f\x7f]"), re.compile(rb"\A\0|\0\0")
 
 
 class Photo(NamedTuple):
@@ -55,7 +59,7 @@ def find(words: Iterable[str], *, stdin: BinaryIO, held: ExitStack, problem: Pro
     """The photos that the words name, one after the other.
 
     Folders are searched recursively, in the order of a validation: sorted by name, links to folders followed only at
-    the top. `-` stands for stdin: one photo if it starts like one, else paths, one per line or with a NUL after each. A
+    the top. `-` stands for stdin: paths, one per line or with a NUL after each, or one photo of any format. A
     file that is named is taken whatever it is called. `held` keeps the copy of a photo from stdin.
     """
     for word in words:
@@ -89,15 +93,38 @@ def _from_stdin(stdin: BinaryIO, held: ExitStack, problem: Problem) -> Iterator[
     head = stdin.read(LONGEST)
     if not head:
         problem("stdin", "empty; expected paths, one per line, or a photo")
-    elif is_photo(head):
+    elif not is_photo(head) and _is_list(head):
+        paths = (os.fsdecode(path) for path in _listed(head, stdin) if path not in (b"", STDIN.encode()))
+        yield from find(paths, stdin=stdin, held=held, problem=problem)
+    else:
         file = held.enter_context(tempfile.NamedTemporaryFile(prefix="falconet-photo-"))  # noqa: SIM115
         file.write(head)
         shutil.copyfileobj(stdin, file)
         file.flush()
-        yield Photo(STDIN, file.name)
-    else:
-        paths = (os.fsdecode(path) for path in _listed(head, stdin) if path not in (b"", STDIN.encode()))
-        yield from find(paths, stdin=stdin, held=held, problem=problem)
+        reason = "" if is_photo(head) else _why_no_photo(Path(file.name))
+        if reason:
+            problem("stdin", f"neither a photo nor a list of paths ({reason})")
+        else:
+            yield Photo(STDIN, file.name)
+
+
+def _is_list(head: bytes) -> bool:
+    """Whether a file that starts like this is a list of paths: in any other, `/` between two NULs is no folder.
+
+    `find -print0` writes no empty path, and only what exists may have control characters in its name.
+    """
+    whole = head.split(b"\0" if b"\0" in head else b"\n")[:-1]
+    odd = [path for path in whole if _CONTROL.search(path.rstrip(b"\r"))]
+    return not _EMPTY.search(head) and all(map(os.path.lexists, odd)) and bool(_why_no_photo(BytesIO(head), AS_TEXT))
+
+
+def _why_no_photo(file: Path | BinaryIO, formats: tuple[str, ...] | None = None) -> str:
+    """Why Pillow does not take it for a photo, of one of the formats or of any; empty if it does."""
+    try:
+        use_image(file, lambda _: None, formats=formats)
+    except UnreadableImageError as error:
+        return str(error)
+    return ""
 
 
 def _listed(head: bytes, rest: BinaryIO) -> Iterator[bytes]:

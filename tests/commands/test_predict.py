@@ -234,6 +234,45 @@ def test_stdin_holds_paths_or_one_photo(falconet, home, monkeypatch):
     assert "stdin: empty" in answer.err
 
 
+@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000", "ICO", "TGA", "QOI", "DDS", "PPM", "XBM", "WEBP", "TIFF"])
+def test_any_photo_that_is_read_by_its_name_is_read_from_stdin(falconet, home, monkeypatch, kind):
+    Image.init()
+    if kind not in Image.SAVE:
+        pytest.skip(f"Pillow was built without {kind}")
+    image = Image.new("RGB", (90, 60), "white")
+    image.convert("1" if kind == "XBM" else "RGB").save("any", kind)
+    with Path("any").open("ab") as file:  # folders between NULs, and on lines of their own
+        file.write(b"\0.\0photos\0\n.\nphotos\n")
+    named = falconet("predict r any --csv")
+    assert named.code == 0, named.err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(Path("any").read_bytes())))
+    piped = falconet("predict r - --csv")
+    assert piped.code == 0, piped.err
+    assert piped.out == named.out.replace("any", "-")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\0.\0", b"ustar\0\0.\0", b"\x93NUMPY\1\0.\0", b"photos\n\0.\0", b"\x1b[31mphotos\n.\n"]
+)
+def test_a_file_on_stdin_that_is_neither_a_photo_nor_a_list_leads_to_no_folder(falconet, home, monkeypatch, content):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    answer = falconet("predict r - --csv")
+    assert (answer.code, paths_of(answer)) == (1, [])
+    assert "stdin: neither a photo nor a list of paths (not an image)\n" in answer.err
+
+
+@pytest.mark.parametrize(
+    "first", ["P6-day/a.jpg", "BUFR.jpg", "BMW.jpg", "#define.jpg", "GIF.gif", "bär.jpg", "a\tb.jpg"]
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\0"])
+def test_a_list_on_stdin_may_start_like_a_photo(falconet, home, monkeypatch, first, end):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"{first}{end}photos/val/dark/0.png{end}".encode())))
+    answer = falconet("predict r - --csv")
+    assert answer.code == 1
+    assert "No such file or directory" in answer.err
+    assert paths_of(answer) == ["photos/val/dark/0.png"]
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"])
 def test_a_photo_on_stdin_is_recognised(kind):
     file = io.BytesIO()
