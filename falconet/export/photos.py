@@ -170,8 +170,14 @@ def _of_run(data: Data, graph: Graph, *, seed: int) -> Dataset:
 
 
 def _listed(folder: Path) -> FileSource:
-    """All photos in a folder and below, without classes."""
-    names = list(image_names(str(folder), "", Listing(), linked=True))
+    """All photos in a folder and below, without classes; none is left out because its folder may not be read."""
+    listing = Listing()
+    try:
+        names = list(image_names(str(folder), "", listing, linked=True))
+        if listing.refused:
+            raise listing.refused[0]
+    except OSError as error:
+        raise DataError(f"{error.filename or folder}: cannot be read ({error.strerror or error})") from None
     return FileSource.of(folder, names=names, labels=[0] * len(names), class_names=(".",))
 
 
