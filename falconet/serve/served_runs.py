@@ -1,6 +1,7 @@
 """What a server's command line names: runs, checkpoints and weights, each opened under a name."""
 
 import math
+import os
 import re
 import threading
 import time
@@ -121,13 +122,14 @@ class ServedRuns:
 
 def served_name(path: Path) -> str:
     """What a run, a checkpoint, an export or a weights file is called in addresses: as it, or its run, is named."""
-    whole = path.resolve()
-    if (whole / EXPORT_RECORD).exists() and whole.parent.name == EXPORTS:
-        return _plain(f"{whole.parent.parent.name}-{whole.name}")
-    if (whole / MANIFEST).exists():
-        whole = whole.parent
-    if whole.name == CHECKPOINTS:
-        whole = whole.parent
+    whole = Path(os.path.abspath(path))  # noqa: PTH100, resolve follows links
+    if not whole.is_symlink():  # `current` stays `current`, whichever run it leads to
+        if (whole / EXPORT_RECORD).exists() and whole.parent.name == EXPORTS:
+            return _plain(f"{whole.parent.parent.name}-{whole.name}")
+        if (whole / MANIFEST).exists():
+            whole = whole.parent
+        if whole.name == CHECKPOINTS:
+            whole = whole.parent
     return _plain(whole.name if whole.is_dir() else whole.name.partition(".")[0])
 
 

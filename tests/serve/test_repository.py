@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -286,6 +287,30 @@ def test_runs_of_a_repository_have_their_own_names_also_if_they_are_links(tmp_pa
     link.unlink()
     link.symlink_to("run-18")
     assert runs.known() == before
+
+
+def test_a_link_on_the_line_has_its_own_name_beside_the_run_that_it_leads_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint, export = (tmp_path / "runs/one" / inner for inner in ("checkpoints/net_3", "export/onnx"))
+    for folder, record in ((checkpoint, "manifest.json"), (export, "export.json")):
+        folder.mkdir(parents=True)
+        (folder / record).touch()
+    (tmp_path / "weights.v2.pth").touch()
+    names = {"current": "runs/one", "newest": checkpoint, "fast": export, "best.pth": "weights.v2.pth"}
+    for name, target in names.items():
+        (tmp_path / name).symlink_to(target)
+        assert served_runs.served_name(Path(name)) == name.removesuffix(".pth")
+    named = {
+        "runs/one": "one",
+        "current/export/onnx": "current-onnx",
+        "weights.v2.pth": "weights",
+        "runs/../runs/one/": "one",
+    }
+    for path in (checkpoint, checkpoint.parent, "current/checkpoints/net_3"):
+        named[path] = "current" if str(path).startswith("current") else "one"
+    assert {path: served_runs.served_name(Path(path)) for path in named} == named
+    loaded = load_options(ServeOptions, read_line(ServeOptions, ["current", "--repository", "runs"]))
+    assert served_runs.ServedRuns(loaded, PhotoDecoder(most_bytes=1), pytest.fail).known().keys() == {"current", "one"}
 
 
 def test_a_checkpoint_that_was_skipped_is_looked_at_again_and_named_once(monkeypatch, tmp_path):
