@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,13 +40,15 @@ class ServedRuns:
         self._line, self._photos, self._say = loaded.line, photos, say
         self._folder = loaded.options.models.repository
         self._found: dict[Path, Source] = {}  # in the repository, so far
+        self._told: set[str] = set()  # lines about what is left out of the repository
+        self._paths: dict[str, Path | None] = {}  # those of the line by name; None: published weights
         self.first = dict(self._named(loaded.options))
 
     def _named(self, asked: ServeOptions) -> Iterator[tuple[str, Source]]:
-        path, taken = asked.input.checkpoint_input_path, set[str]()
+        path, taken = asked.input.checkpoint_input_path, self._paths
         if path is not None or any(setting.bare in ("model", "pretrained") for setting in self._line):
             name = served_name(path) if path else _plain(asked.model.model)
-            taken.add(name)
+            taken[name] = path
             yield name, self._source(name, self._line, path)
         for other in asked.models.more_models:
             name = served_name(other)
@@ -53,7 +56,7 @@ class ServedRuns:
                 raise ConfigError(
                     f"--more-models: {other} would be served as '{name}', which is taken; rename its folder"
                 )
-            taken.add(name)
+            taken[name] = other
             yield name, self._source(name, _line_for(other, self._line), other)
         if not taken and self._folder is None:
             raise ConfigError(
@@ -62,12 +65,40 @@ class ServedRuns:
 
     def known(self) -> dict[str, Source]:
         """All models by name, those in the repository as they are now."""
-        # By their own names, also those of links: `current` stays `current`, whichever run it leads to.
-        runs = {_plain(run.name): run for run in (_runs_in(self._folder) if self._folder else [])}
+        runs = self._runs_in(self._folder) if self._folder else {}
         for name, run in runs.items():
             if run not in self._found:
                 self._found[run] = self._source(name, _line_for(run, self._line), run)
         return {name: self._found[run] for name, run in runs.items()} | self.first
+
+    def _runs_in(self, folder: Path) -> dict[str, Path]:
+        """The run folders in a folder by name; what is left out is said once."""
+        try:
+            found = sorted(folder.iterdir(), key=lambda each: (each.name != _plain(each.name), each))
+        except OSError as error:
+            raise ConfigError(
+                f"--repository: {folder}: {error.strerror or error}; expected a folder of runs"
+            ) from error
+        runs: dict[str, Path] = {}
+        for each in found:  # first those that keep their names
+            name = _plain(each.name)  # also of a link: `current` stays `current`, whichever run it leads to
+            try:
+                if not _holds_checkpoints(each):
+                    continue
+                taken = [paths[name] for paths in (self._paths, runs) if name in paths]
+                if not taken:
+                    runs[name] = each
+                elif not any(path and path.samefile(each) for path in taken):
+                    self._leave_out(each, f"would be served as '{name}', which is taken; rename its folder")
+            except OSError as error:
+                self._leave_out(each, error.strerror or str(error))
+        return runs
+
+    def _leave_out(self, run: Path, why: str) -> None:
+        line = f"{run}: left out: {why}"
+        if line not in self._told:
+            self._told.add(line)
+            self._say(line)
 
     def _source(self, name: str, line: Sequence[Setting], path: Path | None) -> Source:
         stamps = Stamps(path, load_options(ServeOptions, line).options.choice.checkpoint)
@@ -142,13 +173,12 @@ def _as_text(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name.encode("utf-8", "backslashreplace").decode() for name in names)
 
 
-def _runs_in(folder: Path) -> list[Path]:
-    """The run folders in a folder, by name."""
+def _holds_checkpoints(folder: Path) -> bool:
+    """OSError if the system does not let us look."""
     try:
-        found = sorted(folder.iterdir())
-    except OSError as error:
-        raise ConfigError(f"--repository: {folder}: {error.strerror or error}; expected a folder of runs") from error
-    return [each for each in found if (each / CHECKPOINTS).is_dir()]
+        return stat.S_ISDIR((folder / CHECKPOINTS).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _line_for(path: Path, line: Sequence[Setting]) -> list[Setting]:

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import json
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -311,6 +313,32 @@ def test_a_link_on_the_line_has_its_own_name_beside_the_run_that_it_leads_to(tmp
     assert {path: served_runs.served_name(Path(path)) for path in named} == named
     loaded = load_options(ServeOptions, read_line(ServeOptions, ["current", "--repository", "runs"]))
     assert served_runs.ServedRuns(loaded, PhotoDecoder(most_bytes=1), pytest.fail).known().keys() == {"current", "one"}
+
+
+def test_what_is_left_out_of_a_repository_is_said_once(tmp_path, monkeypatch):
+    for name in ("a b", "a-b", "closed", "given", "other/given", "open"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "given too").symlink_to("given")
+    closed, plain, said = tmp_path / "closed", os.stat, []
+
+    def looked(path, *args, **named):
+        if isinstance(path, os.PathLike) and closed in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return plain(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", looked)
+    line = [str(tmp_path / "other/given"), str(tmp_path / "open"), "--repository", str(tmp_path)]
+    runs = served_runs.ServedRuns(
+        load_options(ServeOptions, read_line(ServeOptions, line)), PhotoDecoder(most_bytes=1), said.append
+    )
+    for _ in range(2):
+        assert runs.known().keys() == {"a-b", "given", "given-too", "open"}
+    assert said == [
+        f"{closed}: left out: Permission denied",
+        f"{tmp_path}/given: left out: would be served as 'given', which is taken; rename its folder",
+        f"{tmp_path}/a b: left out: would be served as 'a-b', which is taken; rename its folder",
+    ]
 
 
 def test_a_checkpoint_that_was_skipped_is_looked_at_again_and_named_once(monkeypatch, tmp_path):
