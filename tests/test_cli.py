@@ -207,6 +207,13 @@ def test_train_imports_no_library_that_it_does_not_need():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+@pytest.mark.parametrize("command", ["train", "validate", "report", "data check", "serve", "export"])
+def test_a_name_that_is_too_long_is_named_in_one_line(falconet, command):
+    answer = falconet(f"{command} {'x' * 300}")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "xxx: File name too long" in answer.err
+
+
 @pytest.mark.parametrize(
     "line", ["restore --checkpoint-input-path theirs/r", "train --data folder --data-dir theirs/p"]
 )

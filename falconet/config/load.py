@@ -130,7 +130,7 @@ def _with_names(command: type[Command], argv: Sequence[str]) -> Sequence[str]:
         return argv
     words, named = apart(argv, options_of(command))
     for word in words:
-        if not Path(word).exists():
+        if not os.path.exists(word):  # noqa: PTH110, Path's raises where it may not look
             refuse_assignment(word, options_of(command))
     given = {word.lstrip("-").partition("=")[0].replace("_", "-") for word in named if is_option(word)}
     taken = {*given, *(argument for option, argument in command.instead.items() if option in given)}

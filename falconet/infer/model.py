@@ -117,7 +117,7 @@ class Model:
         """
         if top < 1:
             raise ConfigError(f"top: got {top}, expected a whole number, at least 1")
-        if isinstance(pictures, str | os.PathLike) and Path(pictures).is_dir():
+        if isinstance(pictures, str | os.PathLike) and os.path.isdir(pictures):  # noqa: PTH112, as below
             raise DataError(f"{os.fspath(pictures)}: is a folder; expected a photo, or a list with the folder in it")
         if isinstance(pictures, str | os.PathLike | Image.Image | np.ndarray | Tensor):
             (prediction,) = self.predict([pictures], top=top, batch_size=batch_size)
@@ -194,7 +194,7 @@ def _found(pictures: Sequence[Picture]) -> Iterator[tuple[Photo | None, Picture]
         path = os.fspath(picture)
         if not could_name_a_file(path):
             _refuse(f"{path!a:.80}", NO_NAME)
-        if not Path(path).is_dir():
+        if not os.path.isdir(path):  # noqa: PTH112, Path's raises where it may not look
             yield Photo(path, path), picture
             continue
         with ExitStack() as held:

@@ -188,6 +188,23 @@ def test_what_the_system_refuses_in_a_folder_is_named_and_the_rest_answered(falc
     assert len(paths_of(answer)) == 17
 
 
+def test_what_may_not_be_looked_at_is_named_and_the_rest_answered(falconet, home, monkeypatch):
+    Path("out.csv").touch()
+    long, plain = "x" * 300, os.stat
+
+    def looked(path, *args, **named):
+        if str(path).endswith("closed/0.png"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", looked)
+    answer = falconet(f"predict r closed/0.png {long} photos/val --csv --output out.csv")
+    assert answer.code == 1, answer.err
+    assert "closed/0.png: Permission denied\n" in answer.err
+    assert f"{long}: File name too long\n" in answer.err
+    assert "18 photos answered, 2 not; written: out.csv\n" in answer.err
+
+
 def test_a_photo_behind_two_slashes_is_named(falconet, home):
     """POSIX keeps exactly two of them, and Python with it."""
     (home / "empty.jpg").touch()
