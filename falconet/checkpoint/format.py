@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -341,7 +342,7 @@ def prune(
     """
     if keep is None:
         return []
-    linked = {p.resolve() for p in folder.iterdir() if p.is_symlink()}
+    linked = {os.path.realpath(p) for p in folder.iterdir() if p.is_symlink()}  # Path's raises for a link to itself
     plain = [p for p in _children(folder) if not p.is_symlink() and "averaged" not in p.name]
     sized = [(p, m) for p, m in _well_sized(plain) if not m.averaged and m.progress.update > 0]
     ours = [(p, m) for p, m in sized if m.content.get("run") == run]
@@ -350,7 +351,7 @@ def prune(
     counted = [i for i, (_, m) in enumerate(ours) if in_turn(m.progress)]
     held = {spared, *counted[max(len(counted) - keep, 0) :], *({len(ours) - 1} - set(counted))}
     surplus = [p for i, (p, _) in enumerate(ours) if i not in held]
-    removed = [p for p in surplus if p.resolve() not in linked and not _other_things(p)]
+    removed = [p for p in surplus if os.path.realpath(p) not in linked and not _other_things(p)]
     for path in removed:
         old = aside(path, "old")
         with named(path):

@@ -102,7 +102,8 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
 
 def _require_apart(predictions: Path | None, table: Path) -> None:
     """Predictions are written first: the table, or its details beside it, would replace them."""
-    if predictions and predictions.resolve() in (table.resolve(), table.with_suffix(".json").resolve()):
+    written = [os.path.realpath(path) for path in (table, table.with_suffix(".json"))]
+    if predictions and os.path.realpath(predictions) in written:
         raise ConfigError(f"--predictions: {predictions} is also written by --output; expected another file")
 
 
@@ -265,5 +266,5 @@ def _file_name(path: Path | None, opened: saved_model.Opened) -> str:
 
 
 def _name_of(photos: Path) -> str:
-    place = photos.resolve()
+    place = Path(os.path.realpath(photos))
     return place.name if place.is_dir() else place.stem

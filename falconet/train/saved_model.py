@@ -1,5 +1,6 @@
 """Checkpoints and foreign weights as models: to measure, or to start with."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -133,7 +134,7 @@ def _is_own(data: Data, manifest: Manifest) -> bool:
     trained = load_options(ValidateOptions, [], manifest.config).options.data
     if data.data not in PHOTO_KINDS or data.data_dir is None or trained.data_dir is None:
         return data.data_dir == trained.data_dir
-    return data.data_dir.resolve() == trained.data_dir.resolve()
+    return os.path.realpath(data.data_dir) == os.path.realpath(trained.data_dir)  # Path's raises for a link to itself
 
 
 def foreign_images(data: Data, *, model: str) -> Dataset:

@@ -109,6 +109,20 @@ def test_a_run_on_names_that_are_not_utf_8_lives_as_any_other(falconet, heap):
     assert "-export: its name is not UTF-8" in refused.err
 
 
+def test_a_link_to_itself_is_no_traceback(falconet, trained):
+    Path("round").symlink_to("round")
+    lines = {
+        "predict run photos --output round": "--output: cannot write round: Too many levels of symbolic links",
+        "validate run --predictions round": "--predictions: cannot write round: Too many levels of symbolic links",
+        "validate run round": "round: no such folder",
+    }
+    for line, words in lines.items():
+        answer = falconet(line)
+        assert (answer.code, words in answer.err) == (2, True), answer.err
+        assert Path("round").is_symlink()
+    assert falconet("average run --checkpoint-output-path round").code == 0  # in the link's place
+
+
 def split(heap):
     """The names of the photos on each side."""
     splits = load_photos(heap)

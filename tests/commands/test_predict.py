@@ -158,6 +158,15 @@ def test_csv_goes_to_a_file_which_a_failure_leaves_as_it_was(falconet, home, mon
     assert not list(Path().glob(".out.csv*"))
 
 
+def test_csv_goes_to_a_pipe(falconet, home):
+    """As /dev/stdout is, where standard output is one."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as pipe:
+        assert falconet(f"predict r photos/val/dark/0.png --csv --output /dev/fd/{writing}").code == 0
+        os.close(writing)
+        assert pipe.read().startswith(b"path,label,probability\r\nphotos/val/dark/0.png,")
+
+
 def test_what_cannot_be_read_is_named_and_the_rest_answered(falconet, home):
     Path("photos/val/dark/0.png").write_bytes(Path("photos/val/dark/0.png").read_bytes()[:100])
     Path("photos/val/empty.jpg").touch()
