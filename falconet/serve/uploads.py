@@ -57,7 +57,8 @@ def read(
     A photo is recognised by its first bytes, whatever the Content-Type is: curl's `--data-binary` claims a form.
     """
     head = bytes(body[: max(HEAD, SHOWN)])
-    kind = _message(f"Content-Type: {content_type}") if content_type else Message()
+    header = f"Content-Type: {content_type}".encode("utf-8", "surrogateescape")  # bytes again, as they were sent
+    kind = _message(header) if content_type else Message()
     if is_photo(head):
         found = Uploads([Upload("", body)], {})
     elif content_type and kind.get_content_maintype() == "multipart":
@@ -132,7 +133,7 @@ def _headers_and_content(part: memoryview, number: int) -> tuple[Message, memory
     end = head.find(b"\r\n\r\n")
     if end < 0:
         raise RequestError(f"part {number} of the form: no blank line within {MOST_HEADER:,} bytes of headers")
-    header = _message(str(head[2:end], "utf-8", "replace"))
+    header = _message(head[2:end])
     if header.get_content_maintype() == "multipart":
         raise RequestError(f"part {number} of the form: {header.get_content_type()} within a form is not supported")
     coded = str(header.get("Content-Transfer-Encoding", ""))
@@ -150,8 +151,8 @@ def _readable(what: str) -> Iterator[None]:
         raise RequestError(f"{what} cannot be read; expected plain text, or UTF-8 as in name*=utf-8''x") from None
 
 
-def _message(headers: str) -> Message:
-    return email.parser.HeaderParser().parsestr(headers)
+def _message(headers: bytes) -> Message:
+    return email.parser.HeaderParser().parsestr(str(headers, "utf-8", "replace"))
 
 
 def _read_json(body: memoryview, *, most_photos: int, most_bytes: int) -> Uploads:

@@ -21,6 +21,7 @@ from falconet.serve.refusals import RefusedError, RequestError, TooLargeError
 JPEG = layouts.encoded(layouts.photo(1))
 PHOTOS = {kind: layouts.encoded(layouts.photo(2), kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")}
 FORM = "application/x-www-form-urlencoded"
+STRAY = "multipart/form-data; boundary=x; name=é\udcff"  # as aiohttp gives UTF-8 with a byte that is not
 
 
 def read(body, content_type=FORM, **limits):
@@ -53,7 +54,9 @@ def text(photo):
 
 
 @pytest.mark.parametrize("kind", PHOTOS)
-@pytest.mark.parametrize("content_type", ["", FORM, "image/png", "application/json", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "content_type", ["", FORM, "image/png", "application/json", "multipart/form-data; boundary=x", STRAY]
+)
 def test_a_body_that_is_a_photo_is_one_whatever_its_type(kind, content_type):
     found = read(PHOTOS[kind], content_type)
     assert sent(found) == [("", PHOTOS[kind])]
@@ -162,6 +165,16 @@ MISTAKES = {
         b"--x",
         "multipart/form-data",
         "Content-Type: multipart/form-data without a boundary of 1 to 70 characters",
+    ),
+    "a stray byte in the boundary": (
+        b"--x--",
+        "multipart/form-data; boundary=é\udcff",
+        "Content-Type: multipart/form-data without a boundary of 1 to 70 characters",
+    ),
+    "a stray byte in the type": (
+        b"--x--",
+        "multipart/é\udcff; boundary=x",
+        r"Content-Type: got 'multipart/\xe9\ufffd', expected multipart/form-data",
     ),
     "cut": (HEAD + b"\r\n" + JPEG, X, "the form ends before its closing boundary"),
     "a line like the boundary": (
