@@ -152,6 +152,15 @@ def require_writable(path: Path, option: str) -> None:
         raise ConfigError(f"{option}: {path} is a folder, expected a file")
 
 
+def require_replaceable(path: Path, option: str) -> None:
+    """The same for a file that `replace` is to write, which goes through no link."""
+    require_writable(path, option)
+    try:
+        refuse_links(path.parent, [path.name])
+    except LinkError:
+        raise LinkError(path, option) from None
+
+
 @contextlib.contextmanager
 def scratch() -> Iterator[str]:
     """A private folder in the temporary directory, removed at the end; what killed processes left goes first."""
