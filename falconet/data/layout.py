@@ -121,7 +121,7 @@ def _from_folders(place: Path, division: Division) -> Splits:
 
 def _beside(place: Path) -> list[str]:
     """A note if the folder is the training part of a divided one."""
-    parts = folder.split_folders(place.absolute().parent)
+    parts = _seen_parts(place.absolute().parent)
     if parts.get("train") != place.absolute().name or "validation" not in parts:
         return []
     other = place.absolute().parent / parts["validation"]
@@ -131,13 +131,19 @@ def _beside(place: Path) -> list[str]:
 def _datasets(place: Path, classes: Sequence[str]) -> list[str]:
     """A note on classes that look like datasets: the folder given may be the one above."""
     found = [
-        place / name
-        for name in classes[:MOST_SUSPECTED]
-        if {"train", "validation"} <= {*folder.split_folders(place / name)}
+        place / name for name in classes[:MOST_SUSPECTED] if {"train", "validation"} <= {*_seen_parts(place / name)}
     ]
     return [
         f"{path}: a class here, but it holds train/ and val/; did you mean `falconet train {path}`?" for path in found
     ]
+
+
+def _seen_parts(place: Path) -> dict[str, str]:
+    """The folders of parts, for a note: none where the system does not let us look."""
+    try:
+        return folder.split_folders(place)
+    except OSError:
+        return {}
 
 
 def _unwrapped(path: Path) -> tuple[Path, list[str]]:
@@ -147,7 +153,7 @@ def _unwrapped(path: Path) -> tuple[Path, list[str]]:
         inner = folder.subfolders(place)
         if len(inner) != 1 or folder.split_folders(place) or photo_table.find(place).paths or folder.has_photos(place):
             break
-        if not folder.subfolders(place / inner[0]) or folder.has_photos(place / inner[0]):
+        if not folder.has_folders(place / inner[0]) or folder.has_photos(place / inner[0]):
             break  # a class, or the one level too few that `_unknown` explains
         place = place / inner[0]
     return place, ([] if place == path else [f"the photos are in {place}, the only folder in {path}"])

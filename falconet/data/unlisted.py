@@ -56,20 +56,13 @@ def unlisted(root: Path, *, classes_in: Collection[Path] = ()) -> Unlisted:
                         found.hidden += 1
                     elif entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-                    elif not _is_file(entry):
+                    elif not folder.is_file(entry):
                         _note(entry, found, may_be_linked=Path(place) in classes_in)
                     elif (ending := os.path.splitext(entry.name)[1].lower()) not in photos:  # noqa: PTH122
                         found.endings[ending] += 1
         except OSError as error:
             found.odd.append(f"{place}: cannot be listed ({error.strerror})")
     return found
-
-
-def _is_file(entry: "os.DirEntry[str]") -> bool:
-    try:
-        return entry.is_file()
-    except OSError:  # a link to itself
-        return False
 
 
 def _note(entry: "os.DirEntry[str]", found: Unlisted, *, may_be_linked: bool) -> None:

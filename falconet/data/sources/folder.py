@@ -18,6 +18,7 @@ from PIL import Image
 from falconet.data.image_files import kind
 from falconet.data.index import Array, Found, check_below, check_lengths, check_paths, check_types, indexed, say
 from falconet.data.keyed import IntArray
+from falconet.data.sources.table_formats import ENDINGS
 from falconet.data.storage import FileSource, Names
 from falconet.errors import DataError
 from falconet.parallel.environment import is_first
@@ -31,6 +32,7 @@ PARTS = {
 }
 TYPES = {"names": np.uint8, "offsets": np.int64, "labels": np.int32}
 LOOSE = -1  # the label of a photo directly in the root
+NOWHERE = (errno.ENOENT, errno.ELOOP)  # what the system says of a link to nothing, and of one to itself
 MOST_REPORTED = 5  # skipped entries, by name
 # What operating systems and network disks leave beside photos; "@eaDir" holds thumbnails.
 CLUTTER = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
@@ -174,10 +176,18 @@ def subfolders(root: Path) -> list[str]:
         return [entry.name for entry in _visible(entries) if _is_folder(entry)]
 
 
+def has_folders(root: Path) -> bool:
+    """Whether folders, or links to folders that can be followed, are directly in it."""
+    with os.scandir(root) as entries:
+        return any(map(_seems_folder, _visible(entries)))
+
+
 def has_photos(root: Path) -> bool:
     """Whether photos are directly in it, by their names."""
     with os.scandir(root) as entries:
-        return any(_ending(entry.name) in image_extensions() and not _is_folder(entry) for entry in _visible(entries))
+        return any(
+            _ending(entry.name) in image_extensions() and not _seems_folder(entry) for entry in _visible(entries)
+        )
 
 
 def split_folders(place: Path) -> dict[str, str]:
@@ -216,12 +226,29 @@ def run_folders(root: Path) -> list[Path]:
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Whether it is a folder, or a link to one."""
+    """Whether it is a folder, or a link to one; OSError for a link that may be one, but cannot be followed."""
     try:
         return entry.is_dir()
     except OSError as error:
-        if error.errno != errno.ELOOP:  # a link to itself
+        is_named_as_file = _ending(entry.name) in image_extensions() or entry.name.lower().endswith(ENDINGS)
+        if error.errno != errno.ELOOP and not is_named_as_file:  # the former: a link to itself
             raise
+        return False
+
+
+def _seems_folder(entry: "os.DirEntry[str]") -> bool:
+    """Whether it is a folder, or a link to one that can be followed."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def is_file(entry: "os.DirEntry[str]") -> bool:
+    """Whether it is a file, or a link to one that can be followed."""
+    try:
+        return entry.is_file()
+    except OSError:
         return False
 
 
@@ -282,8 +309,9 @@ def _why_not(entry: "os.DirEntry[str]", *, is_named: bool) -> str:
         return ""
     try:
         mode = entry.stat().st_mode  # of a link's target
-    except OSError:
-        return "" if is_named else "a link that leads nowhere"
+    except OSError as error:
+        leads = "leads nowhere" if error.errno in NOWHERE else f"cannot be followed ({error.strerror})"
+        return "" if is_named else f"a link that {leads}"
     link = "a link to " if entry.is_symlink() else ""
     return "" if stat.S_ISREG(mode) else f"{link}{kind(mode)}"
 

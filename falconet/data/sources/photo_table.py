@@ -91,7 +91,9 @@ def _two(found: dict[str, Path]) -> dict[str, Path]:
 
 def _tables(place: Path) -> list[Path]:
     with os.scandir(place) as entries:  # among a million photos, perhaps
-        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(ENDINGS) and entry.is_file())
+        names = sorted(
+            entry.name for entry in entries if entry.name.lower().endswith(ENDINGS) and folder.is_file(entry)
+        )
     return [place / name for name in names if not name.startswith(".") and not name.endswith(NOT_OURS)]
 
 

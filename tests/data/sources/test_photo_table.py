@@ -47,6 +47,19 @@ def labelled(splits):
     return found
 
 
+@pytest.mark.parametrize("target", ["notes.json", "x" * 300])
+def test_a_link_that_cannot_be_followed_is_no_table(root, target):
+    (root / "notes.json").symlink_to(target)
+    (root / "gone.jpg").symlink_to(target)
+    write(root, "labels.csv", *(f"images/{name},{label}" for name, label in ROWS))
+    assert labelled(layout.load_photos(root)) == ALL
+    (root / "labels.csv").unlink()
+    for name in ("cat", "dog"):
+        photo(root, f"{name}/a.jpg")
+    assert layout.load_photos(root).class_names == ("cat", "dog", "images")
+    assert not layout.is_flat(root)
+
+
 ALL = {f"{number}.jpg": "cat" if number % 2 else "dog" for number in range(8)}
 ROWS = list(ALL.items())
 
