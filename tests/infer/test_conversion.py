@@ -266,7 +266,7 @@ def test_a_run_whose_images_show_nothing_is_not_served_in_int8(tmp_path):
     assert main(f"{line} --threads 1 --device cpu --run-dir {tmp_path / 'run'}".split()) == 0
     with pytest.raises(ConversionError) as error:
         Server(f"{tmp_path / 'run'} --int8 --threads 1 --device cpu", tmp_path).start()
-    assert str(error.value) == f"--int8: the run's images are generated, and show nothing; {BY_HAND}"
+    assert str(error.value) == f"--int8: the run's images are generated, so they show no accuracy; {BY_HAND}"
 
 
 def test_the_checkpoint_that_is_served_is_converted(run, tmp_path):
