@@ -80,7 +80,7 @@ def _named(row: Row) -> str:
 
 
 def table(found: dict[str, list[Row]]) -> Iterator[str]:
-    """Markdown."""
+    """The results as Markdown tables."""
     yield "| recipe | accuracy, % (mean, standard deviation) | moving average, % | seconds of training | in all |"
     yield "|---|---|---|--:|--:|"
     for name, rows in found.items():

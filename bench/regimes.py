@@ -78,7 +78,7 @@ def missing(found: Found, parts: Sequence[str], *, seeds: int) -> Iterator[tuple
 
 
 def measured(part: str, name: str, *, data_dir: str, seed: int, further: str) -> Any:
-    """One run."""
+    """Train one run and return its row."""
     if part == "speed":
         speed = train(f"{SPEED} {REGIMES[name]} {further}")
         return [round(speed.images_per_second, 1), round(speed.memory, 2)]
@@ -87,7 +87,7 @@ def measured(part: str, name: str, *, data_dir: str, seed: int, further: str) ->
 
 
 def tables(found: Found) -> Iterator[str]:
-    """Markdown."""
+    """The results as Markdown tables."""
     yield "| regime | accuracy, % (mean, standard deviation) | at a fortieth of the learning rate, % |"
     yield "|---|---|---|"
     for name in REGIMES:

@@ -115,7 +115,7 @@ def _program(words: list[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a process ended and what it printed."""
+    """The exit code and the output of a process."""
 
     code: int
     seconds: float

@@ -38,7 +38,7 @@ def micro_batch(old: Values) -> int:
 
 
 def batch_size(old: Values) -> Iterable[Effect]:
-    """In the original, the batch of all replicas together, before accumulation."""
+    """The original's batch was that of all replicas together, before accumulation."""
     yield To("micro-batch-size", (str(micro_batch(old)),))
 
 

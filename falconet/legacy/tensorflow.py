@@ -164,7 +164,7 @@ def train_command(old: Values) -> str:
 
 
 def validation_command(old: Values) -> str:
-    """Without a checkpoint it measured a model with random weights: the inference benchmark."""
+    """The canonical command: without a checkpoint, the program measured a model with random weights."""
     if old.flag("--dataset-benchmark"):
         return "data bench"
     return "validate" if old.has("--restore-path") else "bench infer"

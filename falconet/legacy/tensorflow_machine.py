@@ -116,7 +116,7 @@ def memory_shares(old: Values) -> Iterable[Effect]:
 
 
 def half_partials(old: Values) -> Iterable[Effect]:
-    """No effect in full precision; the newest release of the original ignored it there too."""
+    """Partial sums in half precision; in full precision without effect, as in the newest release of the original."""
     if old.flag("--enable-half-partials") and old.text("--precision") != "32.32":
         yield To("half-partial")
     elif old.flag("--enable-half-partials"):

@@ -137,7 +137,7 @@ def normalisation_place(old: Values) -> Iterable[Effect]:
 
 
 def normalise(old: Values) -> Iterable[Effect]:
-    """Without it, only ImageNet's mean is subtracted; images of CIFAR are always standardised one by one."""
+    """Normalisation: without the option, only ImageNet's mean is subtracted; CIFAR's images are always standardised."""
     if _is_standardised(old):
         yield To("normalization", ("image",))
         if old.given("--normalise-input"):
@@ -168,7 +168,7 @@ def percentage(old: Values) -> Iterable[Effect]:
 
 
 def valid_preprocessing(old: Values) -> Iterable[Effect]:
-    """Without it, ImageNet's crops are drawn as by TensorFlow's sample_distorted_bounding_box."""
+    """Crops: without the option, ImageNet's are drawn as by TensorFlow's sample_distorted_bounding_box."""
     if old.flag("--train-with-valid-preprocessing"):
         yield To("augment", ("none",))
     elif tensorflow_facts.is_imagenet(old) and not tensorflow_facts.is_random(old):

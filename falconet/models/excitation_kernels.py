@@ -40,7 +40,7 @@ SIZES = ["count", "units", "joined", "in_image", "parts", "images", "sums", "sca
 @triton.jit(do_not_specialize=SIZES)
 def _sum_images(dz, y, statistics, partial, in_image, units, joined, parts, images, UNIT: tl.constexpr,
                 ACT: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """For a part of an image, sum a = act(norm(y)), a's slope and slope (y - mean); BACK: each times dz."""
+    """Sum a = act(norm(y)), a's slope and slope (y - mean) over a part of an image; BACK: each times dz."""
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)

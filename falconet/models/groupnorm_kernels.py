@@ -63,7 +63,7 @@ def _members(group, start, sums, size, groups, STRIDED: tl.constexpr, MEMBERS: t
 @triton.jit(do_not_specialize=SIZES)
 def _sum_moments(x, partial, in_image, units, joined, parts, size, UNIT: tl.constexpr, STRIDED: tl.constexpr,
                  ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """For a part of an image, sum x - pivot and its square. The pivot is the first value of the group."""
+    """Sum x - pivot and its square over a part of an image. The pivot is the first value of the group."""
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
@@ -136,7 +136,7 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, weight, bias, moments, parti
                    size, UNIT: tl.constexpr, STRIDED: tl.constexpr, ACT: tl.constexpr, TWO: tl.constexpr,
                    KEPT: tl.constexpr, STORES: tl.constexpr, PROXY: tl.constexpr,
                    ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """For a part of an image, sum the norm's gradient g and g (y - mean). STORES: store g for later use.
+    """Sum the norm's gradient g and g (y - mean) over a part of an image. STORES: store g for later use.
 
     PROXY: also the result's gradient, and its product with (activation - the proxy's mean).
     """

@@ -121,7 +121,7 @@ def _traced(model: nn.Module) -> fx.GraphModule:
 
 
 def beginnings(traced: fx.GraphModule) -> dict[str, int]:
-    """For every layer, the position of its first node; a block comes before the layers in it."""
+    """The position of every layer's first node; a block comes before the layers in it."""
     found: dict[str, int] = {}
     for place, node in enumerate(computed(traced)):
         parts = owner(node).split(".") if owner(node) else []

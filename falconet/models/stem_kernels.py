@@ -46,7 +46,7 @@ def _weights_of(weight, filters, by_output, by_channel, by_line, by_column, OUTP
 
 @triton.jit
 def _places(tiles, height, width, outputs, PIXELS: tl.constexpr, OUTPUTS: tl.constexpr):
-    """For a tile in any image: the offsets of its inputs and results, and which of them exist."""
+    """The offsets of a tile's inputs and results in any image, and which of them exist."""
     pixel = tl.program_id(0) % tiles * PIXELS + tl.arange(0, PIXELS)
     line, column = pixel // (width - 1), pixel % (width - 1)
     place, output = tl.arange(0, 16)[None, :], tl.arange(0, OUTPUTS)[None, :]

@@ -188,7 +188,7 @@ def _statistics_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which blocks to recompute, and the memory that activations are expected to take."""
+    """The blocks to recompute, and the expected memory of activations."""
 
     patterns: tuple[str, ...]  # for `recompute`; empty: recompute nothing
     blocks: tuple[str, ...]  # the recomputed ones, each named by its last layer

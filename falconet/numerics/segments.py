@@ -105,7 +105,7 @@ def computed(traced: fx.GraphModule) -> list[fx.Node]:
 
 
 def last_nodes(traced: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
-    """For every layer that runs, by name, the node of its output."""
+    """The output node of every layer that runs, by the layer's name."""
     last: dict[str, fx.Node] = {}
     for node in computed(traced):
         if node.op == "get_attr":

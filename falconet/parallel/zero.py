@@ -105,7 +105,7 @@ class ShardedReplicas(AveragedReplicas):
         return summed[self._numbers(adapting)].sqrt()
 
     def flags(self, own: Tensor) -> Tensor:
-        """For each trained parameter, whether any process raised a flag; `own`: the flags of pieces with a gradient."""
+        """Whether any process raised a flag, for each trained parameter; `own`: the flags of pieces with a gradient."""
         return self._world.max(self._spread(own.float(), [p for p in self.pieces if p.weights.grad is not None])) > 0
 
     def slices(self, tensors: Mapping[str, Tensor]) -> list[Slice]:

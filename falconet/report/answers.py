@@ -1,4 +1,4 @@
-"""What a model answered for the validation images: accuracy by class, confusions, calibration, examples."""
+"""A model's answers for the validation images: accuracy by class, confusions, calibration, examples."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What a model answered for the validation images."""
+    """A model's answers for the validation images."""
 
     checkpoint: str = ""
     epoch: str = ""

@@ -1,4 +1,4 @@
-"""What a person sees of a run: lines, progress bars, and numbers with their nouns."""
+"""The terminal output of a run: lines, progress bars, and numbers with their nouns."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Where the time of traced updates goes: by kind of work, by kernel or operator, and idle."""
+"""The time of traced updates by kind of work, by kernel or operator, and idle."""
 
 import re
 from collections import defaultdict
