@@ -141,13 +141,25 @@ def probe(folder: Path) -> None:
         os.unlink(name, dir_fd=parent)
 
 
+@contextlib.contextmanager
+def explained(what: Path | str, *, option: str | None = None) -> Iterator[None]:
+    """Report a failure to write in one line, which names what was to be written and the option that chose the place."""
+    try:
+        yield
+    except LinkError as error:
+        if option is None:
+            raise
+        raise LinkError(error.path, option) from None
+    except OSError as error:
+        place = "" if option is None else f"{option}: "
+        raise ConfigError(f"{place}cannot write {what}: {error.strerror or error}") from error
+
+
 def require_writable(path: Path, option: str) -> None:
     """Create the folder of a file, and refuse now what could not be written after hours of work."""
-    try:
+    with explained(f"to {path}", option=option):
         path.parent.mkdir(parents=True, exist_ok=True)
         probe(path.parent)
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot write to {path}: {error.strerror or error}") from error
     if path.is_dir():
         raise ConfigError(f"{option}: {path} is a folder, expected a file")
 

@@ -77,6 +77,16 @@ def test_a_file_that_could_not_be_written_is_refused_and_its_folder_is_created(t
             writing.require_writable(tmp_path / path, "--output")
 
 
+@pytest.mark.parametrize(("option", "named"), [(None, ""), ("--output", "--output: ")])
+def test_a_failure_to_write_is_one_line_with_the_option_to_change(tmp_path, option, named):
+    with pytest.raises(ConfigError) as failed, writing.explained("to there", option=option):
+        (tmp_path / "none/t.csv").write_text("")
+    assert str(failed.value) == f"{named}cannot write to there: No such file or directory"
+    refused = pytest.raises(LinkError, match=f"choose another {option or '--run-dir'}$")
+    with refused, writing.explained("to there", option=option):
+        raise LinkError(tmp_path)
+
+
 def test_names_that_are_not_utf_8_are_escaped_in_a_text(places):
     folder, _ = places
     text = "bär " + os.fsdecode(b"caf\xe9")

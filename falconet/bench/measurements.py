@@ -12,10 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from falconet import writing
 from falconet.bench.execution import Ended
 from falconet.bench.spec import Benchmark, Metric, evaluate_expression
 from falconet.bench.statistics import BLOCKS, Estimate, Steady, estimate, find_steady, percentile
-from falconet.errors import ConfigError
 from falconet.report.folders import RUNS
 
 METRICS, SUMMARY, PLAN, INFERENCE = "metrics.jsonl", "summary.json", "plan.txt", "inference.json"
@@ -142,11 +142,9 @@ def leave(content: Mapping[str, object], *, output: Path | None) -> None:
     home = os.environ.get(RUNS)
     for path in [output, Path(home) / INFERENCE if home else None]:
         if path is not None:
-            try:
+            with writing.explained(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _from_files(runs: Path) -> tuple[list[Sample], list[float]]:

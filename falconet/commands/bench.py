@@ -12,7 +12,7 @@ from falconet.bench.spec import builtin_specs, find_spec, read_spec, select
 from falconet.config.commands import BenchOptions
 from falconet.config.load import Loaded
 from falconet.config.options import Bench
-from falconet.errors import ConfigError, LinkError, named_option
+from falconet.errors import ConfigError, named_option
 from falconet.exits import DONE, FAILED, INTERRUPTED, SLOWER
 from falconet.parallel import host
 from falconet.report.console import Screen, counted
@@ -89,14 +89,10 @@ def _open_folder(options: Bench) -> Path:
     folder = Path("bench-results", time.strftime("%Y%m%d-%H%M%S")) if asked == "auto" else asked
     if (folder / "results.json").exists():
         raise ConfigError(f"--log-dir: {folder} already holds results; expected another folder")
-    try:
+    with writing.explained(f"to {folder}", option="--log-dir"):
         folder.mkdir(parents=True, exist_ok=True)
         writing.probe(folder)
         writing.refuse_links(folder, RESULTS)
-    except LinkError as error:
-        raise LinkError(error.path, "--log-dir") from None
-    except OSError as error:
-        raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
     return folder.resolve()
 
 
@@ -122,12 +118,10 @@ def _measure(jobs: Sequence[runner.Job], options: Bench, folder: Path, screen: S
 def _write(measured: Sequence[results.Result], about: dict[str, object], options: Bench, folder: Path) -> None:
     every = results.metric_names(measured) if options.additional_metrics else []
     names = list(dict.fromkeys([*every, *options.csv_metrics]))
-    try:
+    with writing.explained(f"to {folder}", option="--log-dir"):
         results.write(folder / "results.json", measured, about)
         results.write_csv(folder / "results.csv", measured, metrics=names)
         writing.replace(folder, "results.md", results.markdown(measured, about))
-    except OSError as error:
-        raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
 
 
 def _show(measured: Sequence[results.Result], left: int, options: Bench, folder: Path, screen: Screen) -> None:

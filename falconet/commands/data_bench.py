@@ -10,6 +10,7 @@ from statistics import fmean
 import torch
 
 import falconet
+from falconet import writing
 from falconet.config.commands import DataBenchOptions
 from falconet.config.load import Loaded, unused_notes
 from falconet.config.rules import boxes_used
@@ -118,10 +119,8 @@ def _write(
             "python": platform.python_version(),
         },
     }
-    try:
+    with writing.explained(path, option="--output"):
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
 
 
 def _compare_md5(images: Dataset, options: DataBenchOptions, say: Say) -> int:

@@ -246,12 +246,10 @@ def _tolerance(asked: Export) -> float:
 def _temporary(target: Path) -> Iterator[Path]:
     """A hidden folder beside the target, gone at the end unless it was moved; what killed exports left goes too."""
     folder = aside(target, "tmp")
-    try:
+    with writing.explained(target, option="--output"):
         target.parent.mkdir(parents=True, exist_ok=True)
         sweep(target.parent)
         folder.mkdir()
-    except OSError as error:
-        raise ConfigError(f"--output: cannot write {target}: {error.strerror or error}") from None
     try:
         yield folder
     finally:

@@ -15,7 +15,7 @@ from falconet import writing
 from falconet.config.commands import PredictOptions
 from falconet.config.load import Loaded, unused_notes
 from falconet.config.options import Predict
-from falconet.errors import ConfigError, UserError, named_option, printable
+from falconet.errors import named_option, printable
 from falconet.exits import DONE, FAILED
 from falconet.infer import photos
 from falconet.infer.classifier import open_classifier
@@ -102,14 +102,12 @@ def _output(path: Path | None, *, is_wanted: Callable[[], bool]) -> Iterator[Tex
         sys.stdout.flush()
         return
     is_plain = True  # else a pipe or a device
-    try:
+    with writing.explained(path, option="--output"):
         with suppress(FileNotFoundError):
             is_plain = stat.S_ISREG(path.stat().st_mode)
         place = path.resolve() if is_plain else path  # a link keeps leading to the file
         aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}") if is_plain else place
         file = aside.open("x" if is_plain else "w", encoding="utf-8", errors="surrogateescape", newline="")
-    except OSError as error:
-        raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
     try:
         with file:
             yield file
@@ -204,25 +202,19 @@ class Links:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._used: dict[Path, int] = {}  # by place: the last number of photos with the same name
-        try:
+        with writing.explained(f"to {folder}", option="--save-dir"):
             folder.mkdir(parents=True, exist_ok=True)
             writing.probe(folder)
-        except OSError as error:
-            raise ConfigError(f"--save-dir: cannot write to {folder}: {error.strerror or error}") from error
 
     def add(self, photo: Photo, label: str) -> None:
         """Link to the photo; a photo of the same name gets a number, the same photo is linked once."""
         if photo.name == photos.STDIN:  # which is no file that a link could lead to
             return
         target = Path(os.path.abspath(photo.path))  # noqa: PTH100, a link of the user's stays one
-        try:
+        with writing.explained(f"to {self._folder}", option="--save-dir"):
             home = writing.subfolder(self._folder, folder_name(label))
             while not _linked(home / self._name(home, target), target):
                 self._used[home / target.name] = self._used.get(home / target.name, 1) + 1
-        except UserError as error:
-            raise ConfigError(f"--save-dir: {error}") from None
-        except OSError as error:
-            raise ConfigError(f"--save-dir: cannot write to {self._folder}: {error.strerror or error}") from error
 
     def _name(self, home: Path, target: Path) -> str:
         number = self._used.get(home / target.name, 1)

@@ -101,14 +101,12 @@ def warnings_withheld() -> Iterator[None]:
 
 def write(traced: Traced, summary: dict[str, object], folder: Path) -> None:
     """Write profile.json.gz, profile.txt and profile_summary.json into a folder."""
-    try:
+    with writing.explained(f"the profile to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         writing.refuse_links(folder, FILES)
         writing.replace(folder, PROFILE, json.dumps(summary, allow_nan=False) + "\n")
         writing.replace(folder, TABLE, _table(traced) + "\n")
         _write_trace(traced, folder)
-    except OSError as error:
-        raise ConfigError(f"cannot write the profile to {folder}: {error.strerror or error}") from error
 
 
 def _table(traced: Traced) -> str:

@@ -317,6 +317,15 @@ def test_links_sort_photos_and_replace_nothing(falconet, home):
     assert sorted(Path("sorted").glob("*/*")) == links
 
 
+def test_photos_are_not_sorted_through_a_link(falconet, home):
+    Path("sorted").mkdir()
+    for name in ("dark", "light"):
+        Path("sorted", name).symlink_to(home / "r")
+    answer = falconet("predict r photos/val --save-dir sorted --csv")
+    assert (answer.code, answer.err.splitlines()[-1].endswith("choose another --save-dir")) == (2, True)
+    assert not list(Path("r").glob("*.png"))
+
+
 @pytest.mark.parametrize("name", ["../../x", ".", "..", "", "a/b", "\0", ".hidden", "y" * 300])
 def test_a_class_name_leads_to_no_other_folder(name):
     safe = folder_name(name)
