@@ -48,19 +48,22 @@ _AUTO = re.compile(r"auto:\d{1,4}")
 
 def check(options: object, *, but: Collection["Rule"] = ()) -> None:
     """Raise ConfigError for the first rule that the options break; `but`: rules that they need not follow yet."""
-    given: dict[type, object] = dict.fromkeys(type(options).__mro__, options)
-    given |= {type(section): section for section in vars(options).values()}
     for rule in RULES:
-        read = _read_by(rule)
-        holds = rule not in but and given.keys() >= set(read.values())
-        problem = rule(**{name: given[kind] for name, kind in read.items()}) if holds else None
+        read = None if rule in but else read_by(rule, options)
+        problem = None if read is None else rule(**read)
         if problem:
             raise ConfigError(problem)
 
 
-def _read_by(rule: "Rule") -> dict[str, type]:
-    """The types of what a rule reads, by parameter."""
-    return {name: kind for name, kind in get_annotations(rule).items() if name != "return"}
+def read_by(reader: Callable[..., object], options: object) -> dict[str, object] | None:
+    """The parts of the options that a function reads, by parameter; None if the options lack one of them.
+
+    A part is a section of the options, or the options themselves, by the type that the parameter declares.
+    """
+    given: dict[type, object] = dict.fromkeys(type(options).__mro__, options)
+    given |= {type(section): section for section in vars(options).values()}
+    kinds = {name: kind for name, kind in get_annotations(reader).items() if name != "return"}
+    return {name: given[kind] for name, kind in kinds.items()} if given.keys() >= set(kinds.values()) else None
 
 
 # What options mean together.
