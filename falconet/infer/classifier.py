@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from falconet.checkpoint.foreign import fitting_model, load_weights, read_file, 
 from falconet.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from falconet.checkpoint.origin import find_origin
 from falconet.config import options
-from falconet.config.commands import ValidateOptions
+from falconet.config.commands import ExportOptions, PredictOptions, ServeOptions, ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import load_options
 from falconet.config.settings import Setting
@@ -164,25 +164,7 @@ class Classifier:
         )
 
 
-class Asked(Protocol):
-    """What the options of a command that opens a classifier have in common."""
-
-    @property
-    def input(self) -> options.Input: ...
-
-    @property
-    def choice(self) -> options.Choice: ...
-
-    @property
-    def model(self) -> options.Model: ...
-
-    @property
-    def fresh(self) -> options.Fresh: ...
-
-    @property
-    def machine(self) -> options.Machine: ...
-
-
+Asked = PredictOptions | ServeOptions | ExportOptions
 AskedT = TypeVar("AskedT", bound=Asked)
 Weights = Path | Literal["published"]
 
@@ -192,15 +174,15 @@ def open_classifier(command: type[AskedT], line: Sequence[Setting], note: Say) -
 
     `note` gets what was concluded or passed over; the classifier's `origin` says what was loaded.
     """
-    asked: Any = load_options(command, line).options
-    weights: Any = asked.pretrained.pretrained if hasattr(asked, "pretrained") else "none"
+    asked = load_options(command, line).options
+    weights = asked.pretrained.pretrained
     if weights == "none":
         classifier, options = _opened(command, line, note, chosen=asked.input.checkpoint_input_path)
     else:
         with named_option("pretrained"):
             classifier, options = _opened(command, line, note, chosen=weights)
-    views: Any = getattr(options, "views", None)  # a command without them, such as export, has those of the run
-    return replace(classifier, note=note, tta=views.tta if views else classifier.tta), options
+    tta = classifier.tta if isinstance(options, ExportOptions) else options.views.tta  # an export has those of the run
+    return replace(classifier, note=note, tta=tta), options
 
 
 def _opened(
