@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from falconet.commands.serve import _exposed as exposed
+from falconet.commands.serve import exposed
 from falconet.config.options import Access as Options
 from falconet.errors import ConfigError
 from falconet.serve import access
