@@ -6,7 +6,7 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -18,12 +18,12 @@ from falconet.config.options import Predict
 from falconet.errors import named_option, printable
 from falconet.exits import DONE, FAILED
 from falconet.infer import photos
-from falconet.infer.classifier import open_classifier
+from falconet.infer.classifier import Classifier, open_classifier
 from falconet.infer.embeddings import EmbeddingFile, classifier_layer
-from falconet.infer.photos import Photo
+from falconet.infer.photos import Photo, Scored
 from falconet.infer.prediction import Prediction, predicted
 from falconet.models import pretrained, views
-from falconet.report.console import Counting, Lines, Screen, counted
+from falconet.report.console import Counting, Lines, Say, Screen, counted
 
 WIDEST = 60  # characters of a column; longer classes are cut, longer names push their row to the right
 MOST_NAME = 255  # bytes of a file's name
@@ -37,49 +37,60 @@ def run(loaded: Loaded[PredictOptions]) -> int:
     views_used = [f"averages the logits of {views.describe(classifier.tta)}"] if classifier.tta != "none" else []
     for text in (*classifier.loaded(), *views_used, *unused_notes(options, loaded.line)):
         say(text)
-    failed: list[str] = []
-    count = 0
-
-    def problem(name: str, reason: str) -> None:
-        failed.append(name)
-        say(f"{name}: {reason}")
-
     with ExitStack() as held:
-        out = held.enter_context(_output(asked.output, is_wanted=lambda: count > 0))
-        several = classifier.several_labels
-        sheet = held.enter_context(closing(_sheet(asked, out, several=several)))
-        embeddings = None
-        if asked.embeddings:
-            with named_option("embeddings"):
-                classifier_layer(classifier.model, len(classifier.class_names))
-                embeddings = held.enter_context(EmbeddingFile(asked.embeddings))
-        links = Links(asked.save_dir) if asked.save_dir else None
+        answers = Answers(asked, classifier, held, say)
         # A table on the terminal shows the progress itself.
-        counting = held.enter_context(Counting("predicting", quiet=out.isatty(), console=console))
-        found = photos.find(asked.photos, stdin=sys.stdin.buffer, held=held, problem=problem)
+        counting = held.enter_context(Counting("predicting", quiet=answers.on_terminal, console=console))
+        found = photos.find(asked.photos, stdin=sys.stdin.buffer, held=held, problem=answers.refuse)
         batch = None if asked.batch_size == "auto" else asked.batch_size
-        for rows in photos.scored(classifier, found, batch=batch, features=embeddings is not None):
+        for rows in photos.scored(classifier, found, batch=batch, features=asked.embeddings is not None):
             counting.add(len(rows))
-            for row in rows:
-                if row.problem:
-                    problem(row.photo.name, row.problem)
-            answered = [row for row in rows if not row.problem]
-            count += len(answered)
-            predictions = [
-                predicted(row.logits, classifier.class_names, top=asked.top, several=several, name=row.photo.name)
-                for row in answered
-            ]
-            sheet.add(predictions)
-            for row, prediction in zip(answered, predictions, strict=True):
-                if embeddings:
-                    embeddings.add(row.photo.name, row.features)
-                if links:
-                    for label in prediction.labels:
-                        links.add(row.photo, label)
-    if written := _written(asked, count):
-        unread = f", {len(failed):,} not" if failed else ""
-        say(f"{counted(count, 'photo')} answered{unread}; {written}")
-    return FAILED if failed else DONE
+            answers.add(rows)
+    if written := _written(asked, answers.count):
+        unread = f", {answers.refused:,} not" if answers.refused else ""
+        say(f"{counted(answers.count, 'photo')} answered{unread}; {written}")
+    return FAILED if answers.refused else DONE
+
+
+class Answers:
+    """Everything that is written about photos, until `held` is closed: predictions, embeddings and links."""
+
+    def __init__(self, asked: Predict, classifier: Classifier, held: ExitStack, say: Say) -> None:
+        self.count = self.refused = 0  # photos with and without an answer
+        self._top, self._class_names, self._several = asked.top, classifier.class_names, classifier.several_labels
+        self._say = say
+        out = held.enter_context(_output(asked.output, is_wanted=lambda: self.count > 0))
+        self.on_terminal = out.isatty()
+        self._sheet = held.enter_context(closing(_sheet(asked, out, several=self._several)))
+        self._embeddings = held.enter_context(_embeddings(asked.embeddings, classifier)) if asked.embeddings else None
+        self._links = Links(asked.save_dir) if asked.save_dir else None
+
+    def refuse(self, name: str, reason: str) -> None:
+        self.refused += 1
+        self._say(f"{name}: {reason}")
+
+    def add(self, rows: Sequence[Scored]) -> None:
+        for row in rows:
+            if row.problem:
+                self.refuse(row.photo.name, row.problem)
+        answered = [row for row in rows if not row.problem]
+        self.count += len(answered)
+        predictions = [self._predicted(row) for row in answered]
+        self._sheet.add(predictions)
+        for row, prediction in zip(answered, predictions, strict=True):
+            if self._embeddings:
+                self._embeddings.add(row.photo.name, row.features)
+            if self._links:
+                self._links.add(row.photo, prediction.labels)
+
+    def _predicted(self, row: Scored) -> Prediction:
+        return predicted(row.logits, self._class_names, top=self._top, several=self._several, name=row.photo.name)
+
+
+def _embeddings(path: Path, classifier: Classifier) -> EmbeddingFile:
+    with named_option("embeddings"):
+        classifier_layer(classifier.model, len(classifier.class_names))  # refuses a model that has none
+        return EmbeddingFile(path)
 
 
 def _written(asked: Predict, count: int) -> str:
@@ -206,15 +217,18 @@ class Links:
             folder.mkdir(parents=True, exist_ok=True)
             writing.probe(folder)
 
-    def add(self, photo: Photo, label: str) -> None:
-        """Link to the photo; a photo of the same name gets a number, the same photo is linked once."""
+    def add(self, photo: Photo, labels: Iterable[str]) -> None:
+        """Link to the photo from each class; a photo of the same name gets a number, the same photo is linked once."""
         if photo.name == photos.STDIN:  # which is no file that a link could lead to
             return
         target = Path(os.path.abspath(photo.path))  # noqa: PTH100, a link of the user's stays one
-        with writing.explained(f"to {self._folder}", option="--save-dir"):
-            home = writing.subfolder(self._folder, folder_name(label))
-            while not _linked(home / self._name(home, target), target):
-                self._used[home / target.name] = self._used.get(home / target.name, 1) + 1
+        for label in labels:
+            with writing.explained(f"to {self._folder}", option="--save-dir"):
+                self._add(target, writing.subfolder(self._folder, folder_name(label)))
+
+    def _add(self, target: Path, home: Path) -> None:
+        while not _linked(home / self._name(home, target), target):
+            self._used[home / target.name] = self._used.get(home / target.name, 1) + 1
 
     def _name(self, home: Path, target: Path) -> str:
         number = self._used.get(home / target.name, 1)

@@ -20,7 +20,7 @@ from falconet.commands.predict import folder_name
 from falconet.config.commands import PredictOptions
 from falconet.config.load import read_line
 from falconet.infer import photos
-from falconet.infer.classifier import open_classifier
+from falconet.infer.classifier import Classifier, open_classifier
 from falconet.infer.photos import Photo
 from falconet.train import saved_model
 
@@ -107,9 +107,9 @@ def test_the_class_of_every_photo_is_the_same_for_any_batch_size(falconet, home)
 def test_photos_are_answered_in_pieces_of_bounded_size(falconet, home, monkeypatch):
     whole = falconet("predict r photos --csv --batch-size 4").out
     sizes = []
-    plain = photos._scored
+    plain = Classifier.images
     monkeypatch.setattr(photos, "AT_ONCE", 9)
-    monkeypatch.setattr(photos, "_scored", lambda c, some, **rest: sizes.append(len(some)) or plain(c, some, **rest))
+    monkeypatch.setattr(Classifier, "images", lambda self, some: sizes.append(len(some)) or plain(self, some))
     assert falconet("predict r photos --csv --batch-size 4").out == whole
     assert sizes == [8, 8, 8, 8, 8, 2]
 
