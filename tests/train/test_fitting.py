@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from falconet.bench import model_speed
 from falconet.checkpoint import format
-from falconet.commands import bench_infer, data_bench
+from falconet.commands import data_bench
 from falconet.config.commands import TrainOptions
 from falconet.config.load import load
 from falconet.data import buffers, dataset, loader
@@ -511,7 +512,7 @@ PLACES = {
     "a loader thread": (buffers.PixelRows, "read", "train {tiny} --run-dir r", None),
     "pinned buffers": (loader.Resources, "batch_for", "train {tiny} --run-dir r", None),
     "saving": (format, "write", "train {tiny} --run-dir r", None),
-    "measuring speed": (bench_infer, "_held", "bench infer {tiny}", None),
+    "measuring speed": (model_speed, "_held", "bench infer {tiny}", None),
     "measuring data": (data_bench, "_pipeline", "data bench --data digits --device cpu", None),
 }
 
@@ -522,7 +523,7 @@ def test_running_out_of_memory_is_one_line(falconet, monkeypatch, place, shortag
     owner, name, line, importer = PLACES[place]
     monkeypatch.setattr(importer or owner, name, failing(shortage))
     if place == "measuring speed":
-        monkeypatch.setattr(bench_infer, "BatchShape", failing(shortage))
+        monkeypatch.setattr(model_speed, "BatchShape", failing(shortage))
     answer = falconet(line.format(tiny=TINY if "train" in line else "--data generated --image-size 8 --device cpu"))
     assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
     assert ": out of memory on the " in answer.err
