@@ -188,16 +188,15 @@ def test_scores_are_compared_on_the_photos_that_the_seed_of_the_run_left_out(
 ):
     line = "train photos/train --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --seed 3"
     assert falconet(f"{line} --warmup-epoch 0 --threads 1 --device cpu --run-dir run").code == 0
-    seen, read = [], photos._read
-    monkeypatch.setattr(
-        photos, "_read", lambda source, *rest, **named: seen.append(source) or read(source, *rest, **named)
-    )
+    seen, batches = [], photos.Sample.batches
+    monkeypatch.setattr(photos.Sample, "batches", lambda self, size: seen.append(self.source) or batches(self, size))
     for model in ("run", "--pretrained run --output also"):
         answer = falconet(f"export {model} {QUICK}")
         assert answer.code == 0, answer.err
         assert "parity on 6 validation images: " in answer.out
     chosen = format.choose(Path("run"), "best", pytest.fail)
     expected = saved_model.images_of(*chosen, [])[1].validation
+    assert len(seen) == 2
     for source in seen:
         assert [source.where(number) for number in range(6)] == [expected.where(number) for number in range(6)]
 

@@ -47,7 +47,7 @@ def trainer(monkeypatch):
     """Let runs reach these accuracies, by seed; the evidence for digits is 99, 98 and 97 %."""
     Path("trainer.py").write_text(TRAINER)
     monkeypatch.setattr(recipe_verify, "TRAIN", (sys.executable, "trainer.py"))
-    monkeypatch.setattr(evidence, "_shipped", lambda: (made(99.0, 98.0, 97.0),))
+    monkeypatch.setattr(evidence, "all_evidence", lambda: {"digits": made(99.0, 98.0, 97.0)})
     return lambda *accuracies: Path("accuracies.json").write_text(json.dumps(accuracies))
 
 
