@@ -1,4 +1,4 @@
-"""The command line: finds the command, loads its options once, runs it; a mistake is one line and exit code 2."""
+"""The command line: find the command, load its options once, run it; a mistake is one line and exit code 2."""
 
 import errno
 import io
@@ -37,17 +37,17 @@ from falconet.report.styles import FALCONET, Conventions
 GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first words of commands of two words
 CONVENTIONAL = ("train", "restore", "validate", "bench infer", "bench serve")  # commands that take conventions
 HELP = ("-h", "--help", EVERYTHING)
-ONE_PROCESS = (AverageOptions, BenchOptions)  # of several, the others do nothing
+ONE_PROCESS = (AverageOptions, BenchOptions)  # only the first of several processes runs them
 START = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
 
 def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET) -> int:
-    """Run one command; returns the exit code. `conventions`: those of the program that its user started."""
+    """Run one command and return its exit code; `conventions`: those of the program that the user started."""
     words = list(sys.argv[1:] if argv is None else argv)
     show_any_name()
-    # OpenMP threads that spin while they wait take the core from the loader's; must be set before torch is imported.
+    # OpenMP threads that spin while they wait would take cores from the loader; must be set before torch is imported.
     os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "PASSIVE"
-    if is_one_of_several(os.environ):  # torch's C++ logs others that are late as errors; ours take one line
+    if is_one_of_several(os.environ):  # torch's C++ code logs late processes as errors; ours report them in one line
         os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL") or "FATAL"
     name, rest = command_name(words)
     called = conventions.called or f"falconet {name if name in COMMANDS else ''}".rstrip()
@@ -119,7 +119,7 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
 
 
 def command_name(words: list[str]) -> tuple[str, list[str]]:
-    """The command of a line, which may have two words, and what follows it."""
+    """The command of a line, which may be two words, and the words after it."""
     two = " ".join(words[:2])
     if two in COMMANDS or (words and words[0] in GROUPS and words[0] not in COMMANDS):
         return two, words[2:]
@@ -135,7 +135,7 @@ def _overview(group: str) -> list[str]:
 
 
 def unwritten(error: OSError, program: str) -> int:
-    """The exit code after a failed write; a reader that stopped reading (`--help | head`) is no error."""
+    """Explain a failed write and return the exit code; a reader that stopped reading (`--help | head`) is no error."""
     if isinstance(error, BrokenPipeError):
         return DONE
     where = f" ({error.filename})" if error.filename else ""
@@ -150,7 +150,7 @@ def unwritten(error: OSError, program: str) -> int:
 
 
 def show_any_name() -> None:
-    """Let stdout escape what it cannot encode, as stderr does: a file's name may be any bytes."""
+    """Let stdout escape characters that it cannot encode, as stderr does: a file's name may be any bytes."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -1,4 +1,4 @@
-"""The files, folders and packages that a command needs: checked on its options, before torch is imported."""
+"""Check the files, folders and packages that a command needs, by its options, before torch is imported."""
 
 import importlib.util
 import os
@@ -96,7 +96,7 @@ def _load_over_checkpoint(command: type[OptionsT], line: Sequence[Setting]) -> L
 
 
 def _load_search(command: type[OptionsT], line: Sequence[Setting]) -> Loaded[OptionsT]:
-    """The options of a search, with the first value of each space; every end of a space has been checked."""
+    """The options of a search, with the first value of each space; the ends of all spaces are checked."""
     require_package("optuna", extra="search")
     given = next((setting for setting in line if setting.bare in SET_BY_SEARCH), None)
     if given:
@@ -122,7 +122,7 @@ def _load_search(command: type[OptionsT], line: Sequence[Setting]) -> Loaded[Opt
 def require_package(name: str, *, extra: str) -> None:
     try:
         is_there = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a package that should contain it
+    except ModuleNotFoundError:  # the package that would contain it is missing
         is_there = False
     if not is_there:
         raise ConfigError(f"needs {name}, which is not installed: pip install 'falconet[{extra}]'")
@@ -193,7 +193,7 @@ def _check_watch(watch: Watch) -> None:
 
 
 def _check_serve(options: ServeOptions) -> None:
-    """The packages of a server, and the runs, exports and files that it serves."""
+    """Check the packages of a server, and the runs, exports and files that it serves."""
     for package in ("aiohttp", "prometheus_client"):
         require_package(package, extra="serve")
     if options.telemetry.opentelemetry:
@@ -227,12 +227,12 @@ def _check_predict(options: PredictOptions) -> None:
 
 
 def _is_one_of(place: Path, words: Sequence[str]) -> bool:
-    # Path's raises where it may not look.
+    # Path's methods raise an error where they may not look.
     return any(os.path.exists(place) and os.path.exists(word) and place.samefile(word) for word in words)  # noqa: PTH110
 
 
 def _check_export(options: ExportOptions) -> None:
-    """The packages that write and run a format, the photos to check it on, and the checkpoint."""
+    """Check the packages that write and run a format, the photos for comparing, and the checkpoint."""
     export, path = options.export, options.input.checkpoint_input_path
     if path is not None and options.pretrained.pretrained != "none":
         raise ConfigError(f"--pretrained: contradicts {path}, which also gives the weights; expected one of them")
@@ -256,7 +256,7 @@ def _check_checkpoint(input: Input) -> None:
 
 
 def _check_bench_serve(load: Load) -> None:
-    """The packages that clients and an exported model need, and Triton's server."""
+    """Check the packages that clients and an exported model need, and Triton's server."""
     if load.protocol == "grpc":
         require_package("grpc", extra="serve")
     if load.server != "falconet":
@@ -267,7 +267,7 @@ def _check_bench_serve(load: Load) -> None:
 
 
 def _check_data(data: Data, options: Command) -> None:
-    """The photos; their folder may be the first word where another kind of data was meant."""
+    """Check the photos; the name of their folder may have been meant as another kind of data."""
     if data.data not in rules.PHOTO_KINDS or rules.only_planned(options):
         return
     assert data.data_dir is not None, "a rule requires it"
@@ -280,7 +280,7 @@ def _check_data(data: Data, options: Command) -> None:
 
 
 def _check_logging(logging: Logging) -> None:
-    """The packages of trackers and plots."""
+    """Check the packages of trackers and plots."""
     for package in TRACKERS:
         if getattr(logging, package):
             with named_option(package):
@@ -295,7 +295,7 @@ def _require_plots() -> None:
 
 
 def _check_validated(run: Run, validation: Validation, checkpoints: Checkpoints) -> None:
-    """The checkpoints to measure after training, which must exist before it unless the run writes them."""
+    """Check that checkpoints to measure after training exist before it, unless the run writes them."""
     path = validation.validate_checkpoints
     own = () if run.run_dir == "auto" else (run.run_dir, run.run_dir / "checkpoints")
     if path and path not in (*own, checkpoints.checkpoint_output_path):
@@ -303,7 +303,7 @@ def _check_validated(run: Run, validation: Validation, checkpoints: Checkpoints)
 
 
 Check = Callable[..., None]
-CHECKS: tuple[Check, ...] = (  # in this order, each where the options have the parts that it reads
+CHECKS: tuple[Check, ...] = (  # in this order, each if the options have the parts that it reads
     _check_pack,
     _check_data_check,
     _check_verify,

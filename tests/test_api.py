@@ -302,12 +302,12 @@ def test_models_come_from_checkpoints_weights_and_names(photos):
     }.items():
         with pytest.raises(fn.UserError, match=message):
             fn.load(source)
-    with pytest.raises(fn.UserError, match="from no run"):
+    with pytest.raises(fn.UserError, match="not from a run"):
         fn.evaluate(fn.load("weights.safetensors", model="resnet8-cifar"))
 
 
 def test_what_is_no_run_is_refused():
-    with pytest.raises(fn.UserError, match=r"nowhere: is no run folder; expected one with metrics\.jsonl in it"):
+    with pytest.raises(fn.UserError, match=r"nowhere: is not a run folder; expected one that contains metrics\.jsonl"):
         fn.Run("nowhere")
 
 

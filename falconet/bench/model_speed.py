@@ -26,12 +26,12 @@ from falconet.report.console import Say
 from falconet.report.styles import Conventions
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
-MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images
+MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes shorter than an epoch of single images
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is measured."""
+    """A model to measure, and the images to measure it on."""
 
     options: InferOptions
     model: nn.Module
@@ -48,7 +48,7 @@ class Times:
 
     @property
     def main(self) -> Series:
-        """The times that a program sees."""
+        """The times that a program would see, copies included."""
         return self.copied or self.resident
 
 
@@ -95,7 +95,7 @@ def _timed(subject: Subject, world: World, conventions: Conventions) -> Times:
 
 
 def _count(options: InferOptions, seconds: float, say: Say) -> int:
-    """Batches of a repetition; one batch takes about so many seconds."""
+    """The number of batches in a repetition; `seconds`: an estimate for one of them."""
     asked, limit = options.data.iterations, options.inference.seconds
     count = min(asked, MOST)
     fitting = count if limit is None else min(count, max(1, int(limit / max(seconds, 1e-9))))
@@ -108,7 +108,7 @@ def _count(options: InferOptions, seconds: float, say: Say) -> int:
 
 
 def predictor(subject: Subject, world: World, note: Say) -> Predict:
-    """The model as it predicts everywhere: norms folded, batches captured."""
+    """The model as every command predicts with it: norms folded, batches captured."""
     regime, model = REGIMES[subject.options.machine.precision], subject.model
     is_whole = not isinstance(model, splits.OverDevices)  # a graph, and so its capture, is of one device
     found = fold(model, regime.formats(world.device)["activations"]) if is_whole else Folding(model, 0, 0)
@@ -141,7 +141,7 @@ def batches(subject: Subject, world: World) -> list[Batch]:
 
 
 def joined(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """As many batches as one, whose images are count x N x 3 x S x S: what the device computes per call of the host."""
+    """Join every `count` batches into one of count x N x 3 x S x S images, which one call of the host computes."""
     if count == 1:
         return list(batches)
     endless = cycle(batches)
@@ -152,7 +152,7 @@ def joined(batches: Sequence[Batch], count: int) -> list[Batch]:
 
 
 def _stacked(images: Sequence[Tensor]) -> Tensor:
-    """Each channels-last, as before, and pinned if they were."""
+    """Stack images that stay channels-last; in pinned memory if they were."""
     together = torch.stack([one.permute(0, 2, 3, 1) for one in images])
     return (together.pin_memory() if images[0].is_pinned() else together).permute(0, 1, 4, 2, 3)
 
@@ -167,7 +167,7 @@ def _held(images: Tensor, device: torch.device) -> Tensor:
 
 
 def _lines(times: Times, options: InferOptions, world: World, conventions: Conventions) -> Iterator[str]:
-    """The lines of each batch and of all of them, in the program's conventions, then ours."""
+    """The figures of each batch and of all of them in the program's conventions, then ours."""
     main = settled(times.main.throughput, times.main.latency, images=times.images)
     inner = settled(times.resident.throughput, times.resident.latency, images=times.images)
     if conventions.batch:

@@ -1,4 +1,4 @@
-"""Measure servers with the times of their clients: one alone, or several in turns; and check their answers."""
+"""Measure one server, or several in turns, by the times of their clients, and check their answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +15,12 @@ from falconet.report import inference as lines
 from falconet.report.console import Screen, counted
 from falconet.report.styles import Conventions
 
-TURNS = 5  # of each server, where several are compared; --iterations is divided between them
-MOST = 1000  # requests per client: a config for local batches asks for minutes more
+TURNS = 5  # of each server, if several are compared; they divide --iterations
+MOST = 1000  # requests per client; a config for local batches would take minutes more
 
 
 class Server(NamedTuple):
-    """A server, and what is sent to it."""
+    """A server, and the work of its clients."""
 
     target: Target
     tensors: Tensors
@@ -31,12 +31,12 @@ Outcomes = dict[str, list[Outcome]]  # of the clients of each server, by its nam
 
 
 def requests(options: BenchServeOptions) -> int:
-    """Requests of each client."""
+    """The number of requests that each client sends."""
     return min(options.data.iterations, MOST)
 
 
 def window(options: BenchServeOptions) -> int:
-    """Requests that a client has in flight."""
+    """The number of requests that a client has in flight."""
     return options.load.window if options.load.request_type == "ASYNC" else 1
 
 
@@ -54,7 +54,7 @@ def measure(server: Server, options: BenchServeOptions, screen: Screen, conventi
 
 
 def compare(servers: Mapping[str, Server], options: BenchServeOptions, screen: Screen) -> Outcomes:
-    """Measure several servers in turns, so that a change of the machine's speed meets all of them, and compare."""
+    """Measure several servers in turns, so that a change in the machine's speed affects all, and compare them."""
     count = max(-(-requests(options) // TURNS), load_test.DROPPED + 1)
     rounds = [_round(servers, options, count=count, forward=number % 2 == 1) for number in range(TURNS + 1)]
     in_flight = options.load.clients * window(options)
@@ -84,7 +84,7 @@ def _round(servers: Mapping[str, Server], options: BenchServeOptions, *, count: 
 
 
 def _rates(turns: Sequence[Together], options: BenchServeOptions) -> list[float]:
-    """Images per second of each turn."""
+    """The images per second of each turn."""
     size = options.data.micro_batch
     return [size * one.requests * len(one.spacing) / sum(one.spacing) for one in turns]
 
@@ -95,7 +95,7 @@ def _of_turns(values: Sequence[float], digits: int = 1) -> str:
 
 
 def _executions(target: Target) -> str:
-    """How requests were batched, if the server reports it."""
+    """The numbers of images and batches that the server has computed; empty: it does not report them."""
     try:
         (stats,) = target.statistics()["model_stats"]
         return f"{counted(stats['inference_count'], 'image')} in {counted(stats['execution_count'], 'batch')}"
@@ -141,7 +141,7 @@ def _clients(options: BenchServeOptions) -> str:
 
 
 def _times(found: Together, options: BenchServeOptions) -> dict[str, object]:
-    """Every time, as `bench infer` writes it."""
+    """All times, in the format of `bench infer`."""
     return {
         "images_per_batch": found.requests * options.data.micro_batch,
         "model": options.model.model,
@@ -151,13 +151,13 @@ def _times(found: Together, options: BenchServeOptions) -> dict[str, object]:
 
 
 def _write(content: Mapping[str, object], options: BenchServeOptions) -> None:
-    """For `falconet bench` and --output."""
+    """Write results for `falconet bench` and --output."""
     with named_option("output"):
         leave(content, output=options.load.output)
 
 
 def check(outcomes: Outcomes, servers: Mapping[str, Server], screen: Screen) -> int:
-    """Report how well the answers agree; exit code 1 if some do not."""
+    """Report how well the answers agree with the model's; exit code 1 if some do not."""
     for (name, found), server in zip(outcomes.items(), servers.values(), strict=True):
         answers, wrong = sum(len(one.times) for one in found), sum(one.wrong for one in found)
         apart, limit = max(one.apart for one in found), server.job.tolerance

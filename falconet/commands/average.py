@@ -69,9 +69,9 @@ def run(loaded: Loaded[AverageOptions]) -> int:
 
 
 def _destination(asked: Path | None, newest: Path, made: Mapping[str, object], *, say: Say) -> Path:
-    """The checkpoint to write: `asked`, or one inside it if it is a folder of other things, or beside the others.
+    """The checkpoint to write: `asked`, or one inside it if it is a folder of other files, or one beside the newest.
 
-    Under a name that is not asked for, an average that was made otherwise is kept.
+    An average that was made in another way is replaced only if its name was asked for.
     """
     is_folder = asked is not None and asked.is_dir() and not format.looks_like_one(asked)
     if asked is not None and not is_folder:
@@ -83,21 +83,21 @@ def _destination(asked: Path | None, newest: Path, made: Mapping[str, object], *
     strategy, decay, of = made["strategy"], made["decay"], made["of"]
     assert isinstance(of, list)
     kind = f"exp_{decay:.15g}" if strategy == "exponential" else strategy
-    say(f"{to} is another average, and kept")
+    say(f"{to} is another average and is kept")
     return home / save.averaged_name(newest, f"{kind}_{len(of)}").name
 
 
 def _made_otherwise(folder: Path, made: Mapping[str, object]) -> bool:
-    """Whether an average is there that was made in another way, or of other checkpoints."""
+    """Whether a folder holds an average that was made in another way, or of other checkpoints."""
     try:
         found = format.read_manifest(folder).content.get("averaged") if folder.is_dir() else None
-    except CheckpointError:  # damaged: of no use
+    except CheckpointError:  # damaged, so not worth keeping
         return False
     return bool(found) and found != made
 
 
 def _undisturbed(folder: Path) -> AbstractContextManager[None]:
-    """The lock on a folder where a run saves, until the average is written; other folders need none."""
+    """A lock on the folder until the average is written, if a run saves there; other folders need none."""
     if any(not _is_average(path.parent) for path in folder.glob(f"[!.]*/{MANIFEST}")):
         return run_folder.alone(folder, option="--checkpoint-output-path")
     return nullcontext()
@@ -106,7 +106,7 @@ def _undisturbed(folder: Path) -> AbstractContextManager[None]:
 def _is_average(folder: Path) -> bool:
     try:
         return format.read_manifest(folder).averaged
-    except CheckpointError:  # damaged, so perhaps of a run
+    except CheckpointError:  # damaged: perhaps one of a run
         return False
 
 

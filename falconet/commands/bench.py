@@ -47,7 +47,7 @@ def run(loaded: Loaded[BenchOptions]) -> int:
 
 
 def machine() -> dict[str, object]:
-    """What the numbers depend on."""
+    """The hardware and the versions that results depend on."""
     import torch
 
     from falconet.parallel import world
@@ -84,7 +84,7 @@ def _specs(options: Bench) -> tuple[str, ...]:
 
 
 def _open_folder(options: Bench) -> Path:
-    """The folder for the results, empty and writable, as an absolute path: commands run in other folders."""
+    """The folder for the results, created and writable, as an absolute path: commands run in other folders."""
     asked = options.log_dir
     folder = Path("bench-results", time.strftime("%Y%m%d-%H%M%S")) if asked == "auto" else asked
     if (folder / "results.json").exists():
@@ -97,7 +97,7 @@ def _open_folder(options: Bench) -> Path:
 
 
 def _measure(jobs: Sequence[runner.Job], options: Bench, folder: Path, screen: Screen) -> list[results.Result]:
-    """Run everything; results are written after every benchmark."""
+    """Run all jobs; the results are written after each of them."""
     routine = runner.Routine(
         repeat=options.repeat,
         folder=folder,
@@ -148,7 +148,7 @@ def _compare(
     folder: Path,
     screen: Screen,
 ) -> bool:
-    """Print what changed; returns whether anything lost more than the margin."""
+    """Print the changes; returns whether any benchmark lost more than the margin."""
     earlier, there = old
     comparisons = list(results.compare(earlier, measured))
     text = results.comparison_markdown(comparisons, margin=options.margin)

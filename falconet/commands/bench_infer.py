@@ -80,7 +80,7 @@ def _carry_out(subject: Subject, world: World, conventions: Conventions) -> None
 
 
 def _limited(options: InferOptions, world: World) -> list[str]:
-    """Let sums be in half precision and limit the workspace, if that is asked for; returns both in words."""
+    """Allow sums in half precision and limit the workspace, if asked; returns a line about each."""
     decided = []
     if options.inference.half_partial:
         allow_half_partials(world.device)
@@ -122,26 +122,26 @@ def _trace(subject: Subject, world: World) -> None:
 
 
 def folding(asked: int, *, place: environment.Place | None, here: int) -> str:
-    """What becomes of more replicas than there are processes, in the trainer's words."""
+    """A note on more replicas than there are processes for, in the trainer's words."""
     what = processes_of(place.launcher, place.size) if place else f"{are(here, 'device')} available"
     runs = "1 runs" if place is None or place.size == 1 else f"{place.size} run"
     return f"{asked} replicas requested, {what}: {runs}, with a batch each"
 
 
 def devices_here(machine: Machine) -> int:
-    """Devices for processes: those of CUDA, or as many as the cores of a CPU can serve."""
+    """The number of processes that may run at once: one per CUDA device, or several per core of a CPU."""
     cuda = device_kind(machine.device) == "cuda"
     return max(1, torch.cuda.device_count()) if cuda else PROCESSES_PER_CORE * cores()
 
 
 def _stages(options: InferOptions) -> int:
-    """Stages of a model, each on a device of its process; 1 if there are not enough devices for all of them."""
+    """The number of stages of a model, each on a device of its own; 1 if there are too few devices."""
     stages = rules.stages_of(options.inference)
     return stages if device_kind(options.machine.device) == "cuda" and torch.cuda.device_count() >= stages else 1
 
 
 def _devices(stages: int, place: environment.Place | None, world: World) -> list[torch.device]:
-    """Neighbouring devices for each process, the first one's first."""
+    """The devices of this process: neighbours, after those of the processes before it."""
     first = (place.local_rank if place else 0) * stages
     return [torch.device("cuda", first + stage) for stage in range(stages)] if stages > 1 else [world.device]
 
@@ -162,7 +162,7 @@ def opened(options: InferOptions, line: Sequence[Setting], world: World, *, devi
     if len(devices) == 1:
         _check_splits(saved.model, options)
         return Subject(options=merged, model=saved.model.to(world.device).eval(), images=saved.images)
-    model = build_model(merged.model, classes=len(saved.class_names), seed=0)  # as it is before it has a device
+    model = build_model(merged.model, classes=len(saved.class_names), seed=0)  # one that is on no device yet
     model.load_state_dict(saved.model.state_dict())
     side = saved.images.preprocessing.image_size
     model = placed(model.eval(), merged, side=side, devices=devices)
@@ -184,7 +184,7 @@ def _fresh(options: InferOptions, world: World, *, devices: Sequence[torch.devic
 def _saved(
     options: InferOptions, line: Sequence[Setting], world: World, *, devices: Sequence[torch.device]
 ) -> saved_model.Opened:
-    """The model of a checkpoint or of a weights file."""
+    """Open the model of a checkpoint or of a weights file."""
     path, shared = options.input.checkpoint_input_path, of_command(ValidateOptions, line)
     assert path is not None
     if len(devices) > 1:
@@ -196,7 +196,7 @@ def _saved(
 
 
 def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note: Say) -> None:
-    """Load published weights if --weights asks for them; nothing is downloaded for a plan."""
+    """Load published weights if --weights asks for them; for a plan, nothing is downloaded."""
     asked = options.inference.weights
     if asked == "random" or options.inference.plan:
         return
@@ -211,7 +211,7 @@ def _give_weights(model: nn.Module, options: InferOptions, *, classes: int, note
 
 
 def placed(model: nn.Module, options: InferOptions, *, side: int, devices: Sequence[torch.device]) -> nn.Module:
-    """The model, still on the host, moved to its device, or a stage to each of several; `side`: pixels of an image."""
+    """Move a model from the host to its device, or a stage to each of several; `side`: pixels of an image."""
     regime, names = REGIMES[options.machine.precision], options.inference.pipeline_splits
     if len(devices) == 1:
         _check_splits(model, options)
@@ -225,7 +225,7 @@ def placed(model: nn.Module, options: InferOptions, *, side: int, devices: Seque
 
 
 def _check_splits(model: nn.Module, options: InferOptions) -> None:
-    """Refuse what could not be stages, also where one device has the whole model."""
+    """Refuse stages that the model cannot have, even if it is whole on one device."""
     if options.inference.pipeline_splits:
         with named_option("pipeline_splits"):
             splits.require(model, options.inference.pipeline_splits)

@@ -39,9 +39,9 @@ from falconet.train.saved_model import refuse_download
 
 RUNNING, OURS, TRITON = "server", "falconet", "triton"  # what a server is called in the results
 HELD = 8  # different batches, used in turn
-BATCHING = ("max-batch", "max-delay")  # what Triton's server is told too
-# Relative to an image's largest score, by compute format: the originals' 1e-5, and what other shapes and kernels change
-# in half precision.
+BATCHING = ("max-batch", "max-delay")  # options that Triton's server gets, too
+# Relative to an image's largest score, by compute format: 1e-5 as in the originals, and in half precision as much as
+# other shapes and kernels change.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -70,7 +70,7 @@ def run(loaded: Loaded[BenchServeOptions], conventions: Conventions = FALCONET) 
 
 
 def _each_once(say: Say) -> Say:
-    """The model is opened twice, to export it and to check answers, with the same notes."""
+    """Drop repeated notes: the model is opened twice, to export it and to check answers."""
     said = set()
 
     def once(text: str) -> None:
@@ -82,7 +82,7 @@ def _each_once(say: Say) -> Say:
 
 
 def _options(loaded: Loaded[BenchServeOptions], screen: Screen) -> BenchServeOptions:
-    """The line's, over those of the checkpoint if it names one."""
+    """The options of the line, over those of its checkpoint if it names one."""
     path = loaded.options.input.checkpoint_input_path
     if path is None or path.is_file():
         return loaded.options
@@ -135,7 +135,7 @@ def _falconet(options: BenchServeOptions, line: Sequence[Setting], _: Say) -> It
 
 @contextlib.contextmanager
 def _triton(options: BenchServeOptions, line: Sequence[Setting], say: Say) -> Iterator[Target]:
-    """NVIDIA's server with the same model, as many threads, and the same limits of a batch."""
+    """Start NVIDIA's server with the same model, number of threads, and limits of a batch."""
     classifier, _ = _open_model(options, line, say)
     if classifier.device.type == "cuda" and triton_server.find().packages is not None:
         raise ConfigError("--server triton: PyPI's tritonserver computes on the CPU; expected --device cpu as well")
@@ -156,7 +156,7 @@ def _triton(options: BenchServeOptions, line: Sequence[Setting], say: Say) -> It
 
 
 def _graph(classifier: Classifier, options: BenchServeOptions, say: Say) -> Graph:
-    """The model that Falconet serves, with its weights as they were rounded."""
+    """The model that Falconet serves, with the same rounded weights."""
     if classifier.tta != "none":
         raise ConfigError("--server triton: the run averages several views of an image; an exported model has only one")
     computed = classifier.regime.formats(classifier.device)["activations"]
@@ -175,14 +175,14 @@ def _graph(classifier: Classifier, options: BenchServeOptions, say: Say) -> Grap
 
 
 def _open_model(options: BenchServeOptions, line: Sequence[Setting], say: Say) -> tuple[Classifier, ServeOptions]:
-    """The model that the servers have, in this process."""
+    """Open the servers' model in this process."""
     added = {} if options.input.checkpoint_input_path else _untrained(options)
     settings = [Setting(name, spelled(value), LINE) for name, value in added.items()]
     return open_served([*of_command(ServeOptions, line), *settings], say)
 
 
 def _max_batch(options: BenchServeOptions) -> int:
-    """Images that a server computes at once."""
+    """The largest number of images that a server computes at once."""
     batch, most = options.data.micro_batch, options.serving.max_batch
     if most == "auto":
         return batch
@@ -194,7 +194,7 @@ def _max_batch(options: BenchServeOptions) -> int:
 
 
 def _server_line(options: BenchServeOptions, line: Sequence[Setting]) -> list[str]:
-    """The options of our server: those of the line that it has too, and what only its measurement knows."""
+    """The options of our server: those of the line that a server has, and those that the measurement sets."""
     own = {setting.option: setting for setting in of_command(ServeOptions, line)}
     added: dict[str, object] = {"max-batch": _max_batch(options)}
     if options.serving.port == "auto":
@@ -222,11 +222,11 @@ def _images(options: BenchServeOptions) -> Dataset:
     return open_to_measure(data, model=options.model.model, global_batch=data.micro_batch, seed=0)
 
 
-# What is sent, and what comes back.
+# The requests, and the expected answers.
 
 
 def _servers(options: BenchServeOptions, targets: Mapping[str, Target], folder: Path) -> dict[str, Server]:
-    """The requests for each server: the same pixels, in the order that its model takes."""
+    """The servers and the requests for each: the same pixels, in the layout that its model takes."""
     tensors = {name: Tensors.of(target) for name, target in targets.items()}
     sizes = {one.image_size for one in tensors.values()}
     assert len(sizes) == 1, "all servers have the same model"
@@ -242,7 +242,7 @@ def _servers(options: BenchServeOptions, targets: Mapping[str, Target], folder: 
 
 
 def _job(target: Target, tensors: Tensors, images: Path, options: BenchServeOptions) -> Job:
-    """A client's work, whose answers are not checked yet."""
+    """The work of a client, which does not check the answers yet."""
     return Job(
         protocol=target.protocol,
         host=target.host,
@@ -260,7 +260,7 @@ def _job(target: Target, tensors: Tensors, images: Path, options: BenchServeOpti
 
 
 def _batches(options: BenchServeOptions, held: int) -> Pixels:
-    """Pixels of the validation images, repeated until there are enough: batches x N x 3 x S x S."""
+    """Pixels of validation images, repeated if there are too few: batches x N x 3 x S x S."""
     size = options.data.micro_batch
     shape, regime = BatchShape(micro_batch=size), REGIMES[options.machine.precision]
     images = _images(options)
@@ -274,7 +274,7 @@ def _batches(options: BenchServeOptions, held: int) -> Pixels:
 def _with_expected(
     servers: Mapping[str, Server], options: BenchServeOptions, line: Sequence[Setting], note: Say
 ) -> dict[str, Server]:
-    """The same jobs with the scores that this process computes, in batches of the same size."""
+    """The servers, with the scores to expect, which this process computes in batches of the same size."""
     classifier, _ = _open_model(options, line, note)
     predictor = Predictor(classifier, max_batch=options.data.micro_batch, captured=False)
     tolerance = TOLERANCES[classifier.regime.formats(classifier.device)["activations"]]
@@ -285,7 +285,7 @@ def _with_expected(
         expected = [predictor.logits(torch.from_numpy(batch)).cpu().numpy() for batch in pixels]
         path = Path(server.job.images).with_name(f"expected-{name}.npy")
         np.save(path, np.stack(expected))
-        # Where another library computes, its own test of an exported model holds.
+        # If another library computes, the tolerance for exported models applies.
         converted = classifier.device.type == "cpu" and options.serving.engine != "torch"
         least = checks.TOLERANCE if converted or name == TRITON else 0.0
         found[name] = server._replace(job=replace(server.job, expected=str(path), tolerance=max(tolerance, least)))

@@ -34,7 +34,7 @@ def run(loaded: Loaded[DataBenchOptions]) -> int:
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: exists only on the device; expected data that is read")
     if options.bench.md5 and place and place.rank:
-        return DONE  # of several processes, one compares
+        return DONE  # only the first of several processes compares
     with open_machine(options.machine, place=None if options.bench.md5 else place) as world:
         return _measured(loaded, world)
 

@@ -30,12 +30,12 @@ from falconet.models import views
 from falconet.report.console import Say, Screen, counted
 from falconet.report.run_files import CHECKPOINTS, EXPORT_RECORD, EXPORTS
 
-TIMED = {"exported": "", "fp32": "in fp32 ", "falconet": "in Falconet "}  # what is timed, and how it is called
+TIMED = {"exported": "", "fp32": "in fp32 ", "falconet": "in Falconet "}  # engines, and their names in the output
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model to export, and how."""
+    """A model to export, and the options of the export."""
 
     asked: Export
     classifier: Classifier
@@ -51,7 +51,7 @@ class Task:
         return self.classifier.device if self.kind.on_device else torch.device("cpu")
 
     def ours(self) -> Engine:
-        """The model, which computes what the file should."""
+        """An engine of the model, with whose scores those of the file are compared."""
         return torch_engine(self.graph.module().to(self.device), self.device)
 
     def write(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class Task:
 
 
 class Checked(NamedTuple):
-    """What was found about a file that was written."""
+    """The findings about a file that was written."""
 
     result: Parity | Agreement
     engines: dict[str, Engine]  # to time, by the names of TIMED
@@ -104,9 +104,9 @@ def run(loaded: Loaded[ExportOptions]) -> int:
 
 
 def _task(loaded: Loaded[ExportOptions], say: Say) -> Task:
-    """The model of the line, opened.
+    """Open the model of the line in fp32.
 
-    It is in fp32: the file is for machines of any kind, and widening half-precision weights changes none.
+    The file is for machines of any kind, and widening half-precision weights does not change them.
     """
     asked = loaded.options.export
     line = [*loaded.line, Setting("precision", ("32.32",), LINE)]
@@ -130,7 +130,7 @@ def _task(loaded: Loaded[ExportOptions], say: Say) -> Task:
 
 
 def _home(path: Path | None) -> Path:
-    """Where exports go: the run folder, the folder of the weights file, or here."""
+    """The folder for exports: the run folder, the folder of the weights file, or this one."""
     if path is None:
         return Path()
     inside = path.is_file() or format.checkpoints_in(path) == [path]
@@ -138,11 +138,11 @@ def _home(path: Path | None) -> Path:
     return home.parent if home.name == CHECKPOINTS else home
 
 
-# The images that a file is checked on, which are read before it is written.
+# The images on which a file is checked, which are read before it is written.
 
 
 def _photos(options: ExportOptions, task: Task, note: Say) -> Photos:
-    """Images to compare scores on: the photos that are named, the run's validation images, or noise."""
+    """The images on which scores are compared: named photos, the run's validation images, or noise."""
     if options.export.photos is not None:
         with named_option("photos"):
             return photos.photos_in(options.export.photos, task.graph, note)
@@ -154,7 +154,7 @@ def _photos(options: ExportOptions, task: Task, note: Say) -> Photos:
 
 
 def _divided(options: ExportOptions, task: Task, note: Say) -> Divided:
-    """Images to calibrate int8 with and to measure it on, from the folder that is named or from the run."""
+    """The images that calibrate int8, and those that measure it, from a named folder or from the run."""
     folder, count = options.export.photos, options.export.calibration_images
     if folder is not None:
         with named_option("photos"):
@@ -184,7 +184,7 @@ def _written(task: Task, images: Photos | Divided, folder: Path, note: Say) -> C
 
 
 def _in_floats(task: Task, compared: Photos, folder: Path) -> Checked:
-    """The file must have the model's scores."""
+    """Write the file in floating point, and compare its scores with the model's."""
     asked = task.asked
     task.write(folder)
     ours, exported = task.ours(), task.open(folder)
@@ -194,7 +194,7 @@ def _in_floats(task: Task, compared: Photos, folder: Path) -> Checked:
 
 
 def _in_int8(task: Task, images: Divided, folder: Path, note: Say) -> Checked:
-    """The file is calibrated on some of the images, and may lose a little accuracy on the others."""
+    """Write the file in int8, calibrated on some of the images, and measure its accuracy on the others."""
     asked, batch = task.asked, task.asked.latency_batch
     calibration = Calibration(task.graph, images.calibration)
     with tempfile.TemporaryDirectory() as name:
@@ -217,7 +217,7 @@ def _in_int8(task: Task, images: Divided, folder: Path, note: Say) -> Checked:
 
 
 class Calibration:
-    """The inputs that calibrate, and how many of them could be read."""
+    """The inputs that calibrate, and the number of images that could be read."""
 
     def __init__(self, graph: Graph, images: Sample) -> None:
         self._graph, self._images, self.read = graph, images, 0
@@ -255,7 +255,7 @@ def _time_lines(times: Times, device: torch.device) -> Iterator[str]:
 
 
 def _facts(task: Task, checked: Checked, times: Times) -> dict[str, Any]:
-    """The model, the libraries that exported it, and what was found about the file."""
+    """The model, the libraries that exported it, and the findings about the file, for the record."""
     asked, graph = task.asked, task.graph
     libraries = ("torch", *task.kind.libraries)
     return {

@@ -1,4 +1,4 @@
-"""`falconet predict`: the classes of photos, with their probabilities."""
+"""`falconet predict`: name the classes of photos, with their probabilities."""
 
 import csv
 import json
@@ -94,7 +94,7 @@ def _embeddings(path: Path, classifier: Classifier) -> EmbeddingFile:
 
 
 def _written(asked: Predict, count: int) -> str:
-    """What was written beside the screen, in words."""
+    """A list of the files that were written, in words; empty: none was asked for."""
     if asked.output and not count:
         return f"nothing written to {asked.output}"
     links = f"{asked.save_dir}/ (links)" if asked.save_dir else None
@@ -104,9 +104,9 @@ def _written(asked: Predict, count: int) -> str:
 
 @contextmanager
 def _output(path: Path | None, *, is_wanted: Callable[[], bool]) -> Iterator[TextIO]:
-    """The file that was asked for, or stdout; names of files keep their bytes.
+    """Open the file that was asked for, or stdout; names of files keep their bytes.
 
-    An earlier file is replaced at the end, and only if it then `is_wanted`.
+    An existing file is replaced at the end, and only if `is_wanted` is then true.
     """
     if path is None:
         yield sys.stdout  # before a progress bar takes its place
@@ -130,7 +130,7 @@ def _output(path: Path | None, *, is_wanted: Callable[[], bool]) -> Iterator[Tex
 
 
 class Sheet(Protocol):
-    """Takes predictions, some at a time."""
+    """A form of output that takes predictions a few at a time."""
 
     def add(self, predictions: Sequence[Prediction]) -> None: ...
 
@@ -144,7 +144,7 @@ def _sheet(asked: Predict, out: TextIO, *, several: bool) -> Sheet:
 
 
 class TableSheet:
-    """Columns of text, never narrower than before; further classes of a photo are in rows below it."""
+    """Columns of text that never become narrower; further classes of a photo are in rows below it."""
 
     def __init__(self, out: TextIO) -> None:
         self._out, self._left, self._middle = out, 0, 0
@@ -176,7 +176,7 @@ class JsonSheet:
     """An array with one object per photo, each on its own line."""
 
     def __init__(self, out: TextIO, *, several: bool) -> None:
-        """`several`: photos have any number of labels, so they are listed."""
+        """`several`: whether photos have any number of labels, which are then listed."""
         self._out, self._several, self._before = out, several, "[\n"
 
     def add(self, predictions: Sequence[Prediction]) -> None:
@@ -193,7 +193,7 @@ class CsvSheet:
     """One row per photo; further classes are in further columns."""
 
     def __init__(self, out: TextIO, top: int, *, several: bool) -> None:
-        """`several`: photos have any number of labels, so they are in a column of their own, as tables have them."""
+        """`several`: whether photos have any number of labels, which then have a column of their own, as in tables."""
         self._writer, self._top, self._several = csv.writer(out), top, several
         more = [f"{column}_{number}" for number in range(2, top + 1) for column in ("label", "probability")]
         self._writer.writerow(["path", *(["labels"] if several else []), "label", "probability", *more])
@@ -208,7 +208,7 @@ class CsvSheet:
 
 
 class Links:
-    """Photos sorted into a folder per class, as links; nothing that is there is replaced."""
+    """Links to photos, in a folder per class; existing files are never replaced."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -218,10 +218,10 @@ class Links:
             writing.probe(folder)
 
     def add(self, photo: Photo, labels: Iterable[str]) -> None:
-        """Link to the photo from each class; a photo of the same name gets a number, the same photo is linked once."""
-        if photo.name == photos.STDIN:  # which is no file that a link could lead to
+        """Link to a photo from the folder of each class, once; another photo of the same name gets a number."""
+        if photo.name == photos.STDIN:  # not a file that a link could lead to
             return
-        target = Path(os.path.abspath(photo.path))  # noqa: PTH100, a link of the user's stays one
+        target = Path(os.path.abspath(photo.path))  # noqa: PTH100, the user's own links are not resolved
         for label in labels:
             with writing.explained(f"to {self._folder}", option="--save-dir"):
                 self._add(target, writing.subfolder(self._folder, folder_name(label)))
@@ -236,7 +236,7 @@ class Links:
 
 
 def folder_name(label: str) -> str:
-    """A class as the name of a folder: a checkpoint may come from another person, and its names lead nowhere else."""
+    """The name of a class's folder, which leads nowhere else: a checkpoint may come from another person."""
     name = label.replace("/", "_").replace("\0", "_")
     if name.startswith("."):
         name = f"_{name[1:]}"
@@ -244,7 +244,7 @@ def folder_name(label: str) -> str:
 
 
 def _linked(place: Path, target: Path) -> bool:
-    """Whether there is a link to the target now; False: the name is taken."""
+    """Make a link to the target, unless it is there; False: the name is taken."""
     try:
         place.symlink_to(target)
     except FileExistsError:

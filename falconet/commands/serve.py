@@ -76,7 +76,7 @@ def run(loaded: Loaded[ServeOptions]) -> int:
     with contextlib.ExitStack() as held:
         code = _serve(_opened(loaded, held, screen.line), screen)
     if not _have_ended(set(threading.enumerate()) - before):
-        end_exports()  # begun since the last time
+        end_exports()  # those begun since the last call
         exits.now(code)  # not after a batch that is still being computed, perhaps for ever by a broken device
     return code
 
@@ -197,7 +197,7 @@ async def _answer(server: Server, front: FrontEnd, screen: Screen, lines: Sequen
 
 
 def _calls(server: Server, reserved: socket.socket) -> contextlib.AbstractAsyncContextManager[Drain]:
-    """Answer gRPC calls while the context is open; it yields the function that ends them."""
+    """A context in which gRPC calls are answered, with the function that ends them."""
     from falconet.serve import grpc_access, grpc_service  # need grpcio, which may be missing
 
     serving, models = server.options.serving, server.repository.models
@@ -224,8 +224,8 @@ def _log_end(watching: "asyncio.Future[None]") -> None:
 
 
 def _have_ended(threads: set[threading.Thread]) -> bool:
-    """Whether these threads, for which Python would wait at its end, have ended, or do so at once."""
-    logging.getLogger("concurrent.futures").setLevel(logging.CRITICAL)  # what they compute has no loop to go to
+    """Whether threads for which Python would wait at its end have ended, or do so within LAST_SECONDS."""
+    logging.getLogger("concurrent.futures").setLevel(logging.CRITICAL)  # their results have no loop to go to
     until = time.monotonic() + LAST_SECONDS
     for thread in threads:
         if not thread.daemon:
@@ -237,7 +237,7 @@ def _have_ended(threads: set[threading.Thread]) -> bool:
 
 
 def _announced(server: Server) -> list[str]:
-    """What is served where, and how a photo is sent."""
+    """The first lines: the models, their addresses, and how to send a photo."""
     end = "" if server.identity is None else "s"
     url = f"http{end}://{_shown(server.listening)}"
     where = url if server.reserved is None else f"{url} and grpc{end}://{_shown(server.reserved)}"
@@ -257,7 +257,7 @@ def _announced(server: Server) -> list[str]:
 
 
 def exposed(host: str, allowed: Access, identity: Identity | None) -> list[str]:
-    """What others on the network can do."""
+    """Warnings about what others on the network can do."""
     if is_loopback(host):
         return []
     if allowed.keys is None:
@@ -276,7 +276,7 @@ def _say(screen: Screen, lines: Sequence[str]) -> None:
 
 
 def _totals(server: Server, cut: int) -> list[str]:
-    """What was served until the end; `cut`: requests that the end of the server cut off."""
+    """The last lines: how much was served; `cut`: requests that the end of the server cut off."""
     timeout, totals = server.options.serving.drain_timeout, server.repository.counts
     requests, images = counted(totals.requests, "request"), counted(totals.images, "image")
     late = f"cut off {counted(cut, 'request')} that had not finished after {timeout:g} s (--drain-timeout)"

@@ -101,14 +101,14 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
 
 
 def _require_apart(predictions: Path | None, table: Path) -> None:
-    """Predictions are written first: the table, or its details beside it, would replace them."""
+    """Refuse one file for both: predictions are written first, and the table or its details would replace them."""
     written = [os.path.realpath(path) for path in (table, table.with_suffix(".json"))]
     if predictions and os.path.realpath(predictions) in written:
         raise ConfigError(f"--predictions: {predictions} is also written by --output; expected another file")
 
 
 def _counted(counting: Counting, total: int) -> Observe:
-    """Counts images, but not the rows that fill the last batch."""
+    """An observer that counts images, without the padding of the last batch."""
     left = total
 
     def observe(_: Tensor, labels: Tensor) -> None:
@@ -127,7 +127,7 @@ def _own(opened: saved_model.Opened, world: World) -> range:
 def _timed(
     opened: saved_model.Opened, stated: ValidateOptions, world: World, say: Say, observe: Observe = overlook
 ) -> Measured:
-    """Measure a model; the predictions of the better one of a checkpoint are written if that was asked for."""
+    """Measure a model, and write its predictions if asked; of a checkpoint's two models, only those of the better."""
     path = stated.table.predictions if opened.is_better else None
     with contextlib.ExitStack() as held:
         rows = io.StringIO(newline="")  # of the other processes, for the first
@@ -173,7 +173,7 @@ def _validated(measured: Measured, *, count: int) -> Validated:
 
 
 def _opened(loaded: Loaded[ValidateOptions], say: Say, world: World) -> Iterator[saved_model.Opened]:
-    """Each model; the photos found and options without effect are noted before the first."""
+    """Open each model; before the first, notes tell about photos and about options without effect."""
     noted = False
     for opened in _models(loaded.options, loaded.line, say, world):
         for note in (*opened.images.found(), *unused_notes(opened.options, loaded.line)) if not noted else ():
@@ -187,7 +187,7 @@ def _opened(loaded: Loaded[ValidateOptions], say: Say, world: World) -> Iterator
 
 
 def _models(stated: ValidateOptions, line: Sequence[Setting], say: Say, world: World) -> Iterator[saved_model.Opened]:
-    """The models that were asked for; of all in a folder, damaged ones are noted and skipped."""
+    """Open the models that were asked for; for all in a folder, damaged ones are noted and skipped."""
     path, which = stated.input.checkpoint_input_path, stated.choice.checkpoint
     if path is None:  # then --pretrained is given
         yield saved_model.open_pretrained(line)
@@ -227,7 +227,7 @@ def _all_models(path: Path, folders: Sequence[Path], line: Sequence[Setting], sa
 
 
 def _torch_files(folder: Path) -> list[Path]:
-    """Checkpoints of the PyTorch program, in the order of the epochs at the end of their names."""
+    """The PyTorch program's checkpoints, in the order of the epochs at the end of their names."""
 
     def epoch(path: Path) -> int:
         digits = re.search(r"(\d{1,9})$", path.stem)
@@ -237,24 +237,24 @@ def _torch_files(folder: Path) -> list[Path]:
 
 
 def _folder(path: Path | None) -> Path:
-    """Where the CSV goes: beside what was measured, never into a checkpoint, which holds only its own files."""
+    """The folder for the CSV: beside the model, never inside a checkpoint, which holds only its own files."""
     if path is None:
         return Path()
     return _named(path).parent if _is_one(path) else path
 
 
 def _is_one(path: Path) -> bool:
-    """Whether it is one model, which may have others beside it, and not a run or a folder of them."""
+    """Whether a path is one model, which may have others beside it, and not a run or a folder of models."""
     return path.is_file() or format.checkpoints_in(path) == [path]
 
 
 def _named(path: Path) -> Path:
-    """The same place, by a path that ends with its name: `.` and `..` have neither a name nor a folder to be in."""
+    """The same place, by a path that ends with its name: `.` and `..` have neither a name nor a parent."""
     return path if path.name not in ("", "..") else path.resolve()
 
 
 def _file_name(path: Path | None, opened: saved_model.Opened) -> str:
-    """The table of a run or a folder; one model's is named after it, and after photos that are not its run's own."""
+    """The name of the table; a single model's contains the model's name, and that of photos from elsewhere."""
     data, named = opened.options.data, [Path(evaluate.ACCURACIES_FILE).stem]
     if path is None or _is_one(path):
         named.append(Path(opened.name).name if path is None else _named(path).name)

@@ -16,7 +16,7 @@ from falconet.report.run_files import EXPORT_RECORD
 
 
 def require_free(target: Path, *, overwrite: bool) -> None:
-    """Refuse to replace anything that was not asked to be replaced, or is no export."""
+    """Refuse to replace anything but an export, and that only with --overwrite."""
     if target.is_symlink():
         raise LinkError(target, "--output")
     try:
@@ -35,7 +35,7 @@ def require_free(target: Path, *, overwrite: bool) -> None:
 
 
 def _added(target: Path) -> Iterator[str]:
-    """The files beside those of an export."""
+    """The files in the folder of an export that are not part of it."""
     try:
         own = {EXPORT_RECORD, *json.loads((target / EXPORT_RECORD).read_bytes())["files"]}
     except (ValueError, LookupError, TypeError):
@@ -46,7 +46,7 @@ def _added(target: Path) -> Iterator[str]:
 
 @contextmanager
 def opened(target: Path) -> Iterator[Path]:
-    """A hidden folder beside the target, gone at the end unless it was moved; what killed exports left goes too."""
+    """A hidden folder beside the target, removed at the end unless it was moved; those of killed exports go first."""
     folder = aside(target, "tmp")
     with writing.explained(target, option="--output"):
         target.parent.mkdir(parents=True, exist_ok=True)

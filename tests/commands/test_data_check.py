@@ -142,7 +142,7 @@ def test_training_is_recommended_only_where_it_works(falconet, fine):
     (fine / "val/heron/whole.jpg").write_bytes(other.read_bytes())
     answer = falconet("data check photos --exclude-list broken.txt")
     why = "photos/val/heron: photos/train has no class 'heron'; expected the same classes in both"
-    assert answer.out.endswith(f"{ends} once this is mended: {why}\n")
+    assert answer.out.endswith(f"{ends} once this is fixed: {why}\n")
     assert falconet(f"train photos {TRAIN} --exclude-list broken.txt").err == f"falconet train: {why}\n"
 
 
@@ -151,7 +151,7 @@ def test_a_class_that_the_list_would_empty_is_named(falconet, fine):
         photo.write_bytes(b"no photo")
     answer = falconet("data check photos --exclude-list broken.txt")
     why = f"--exclude-list: broken.txt: lists every training photo of '{layouts.CLASSES[0]}'; expected some to be left"
-    assert answer.out.endswith(f" once this is mended: {why}\n")
+    assert answer.out.endswith(f" once this is fixed: {why}\n")
 
 
 def test_a_line_break_in_a_name_stays_on_its_line(falconet, fine):

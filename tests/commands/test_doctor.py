@@ -85,10 +85,10 @@ def test_replicas_without_distributed_are_refused(falconet):
 
 
 WITHOUT_EFFECT = {
-    "--precision 16.16": "--precision: has no effect on doctor, whose checks fix it",
-    "--distributed --no-deterministic": "--no-deterministic: has no effect on doctor, whose checks fix it",
+    "--precision 16.16": "--precision: has no effect on doctor without a training run: its own checks set it",
+    "--distributed --no-deterministic": "--no-deterministic: has no effect on doctor without a training run: its own",
     "--replicas 2": "--replicas 2: needs --distributed, which starts processes",
-    "--threads 1": "--threads: has no effect on doctor without --distributed or a training to measure",
+    "--threads 1": "--threads: has no effect on doctor without --distributed or a training run",
     "--data digits --replicas 2": "--replicas 2: needs --distributed, which starts processes",
     "--distributed --model resnet18": "--model: has no effect with --distributed, which trains nothing",
 }
