@@ -20,7 +20,7 @@ from falconet.data.mixing import Mix
 from falconet.data.storage import ArraySource, FileSource, Source
 from falconet.errors import SHORTAGES, memory_shortage
 from falconet.numerics.precision import REGIMES, automatic
-from falconet.train import memory, processes
+from falconet.train import fitting, processes
 from falconet.train.build import BuiltPhase, Site, open_site, with_images
 from falconet.train.capture import WARM
 from falconet.train.placement import TrainingLoader
@@ -237,12 +237,12 @@ def _measured(launch: Launch, site: Site, *, micro_batch: int, seconds: float, l
     """Updates of this micro-batch, of at most a few of them; leaves nothing on the device."""
     loaded = launch.loaded
     accumulated = min(loaded.options.training.gradient_accumulation, MOST_ACCUMULATED)
-    options = memory.with_batch(loaded.options, micro_batch=micro_batch, total=micro_batch * accumulated)
+    options = fitting.with_batch(loaded.options, micro_batch=micro_batch, total=micro_batch * accumulated)
     try:
         built = BuiltPhase(replace(launch, loaded=replace(loaded, options=options)), site)
         return _timed(built, seconds, loads=loads and options.data.data != "synthetic")
     finally:
-        memory.release(site.world.device)
+        fitting.release(site.world.device)
 
 
 def _timed(built: BuiltPhase, seconds: float, *, loads: bool) -> Updates:

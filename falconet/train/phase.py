@@ -26,7 +26,7 @@ from falconet.train import (
     log,
     loop,
     memory,
-    metrics,
+    memory_report,
     record,
     run_folder,
     save,
@@ -211,7 +211,7 @@ def train_phase(
         rate = watch.log.whole_run()
         with stopwatch.standing():
             averaged = _conclude(built, watch, folder)
-    memory_of_stages = metrics.measure_stages(state, built.replicas, built.site.grid)
+    memory_of_stages = memory_report.measure_stages(state, built.replicas, built.site.grid)
     joules = _energy(before, world)
     if watch.validation.left_out:
         built.site.note(evaluate.left_out_line(watch.validation.left_out))

@@ -25,6 +25,7 @@ from falconet.report.epochs import in_short
 from falconet.report.mlperf import MlperfLog
 from falconet.train import (
     build,
+    fitting,
     log,
     lr_finder,
     memory,
@@ -57,7 +58,7 @@ def carry_out(launch: Launch) -> int:
     except ShortageError as error:
         short = ShortageError(error.short, helps=error.helps, after=error.after, phase=error.phase)
     # Here the error is gone, and with its traceback everything of the run that was on the device.
-    raise memory.answer(short, launch)
+    raise fitting.answer(short, launch)
 
 
 def _carried_out(launch: Launch) -> int:
@@ -77,7 +78,7 @@ def _carried_out(launch: Launch) -> int:
             REGIMES[launch.loaded.options.machine.precision].require(world.device)
         if not launch.loaded.options.run.plan:
             build.limit_libraries(launch.loaded.options, site.grid)
-        launch = memory.settled(build.with_images(launch), site)
+        launch = fitting.with_micro_batch(build.with_images(launch), site)
         launch, finding = _with_rate(launch, site)
         options = launch.loaded.options
         current = processes.current_phase(phases_of(options), launch.loaded, launch.restored)
