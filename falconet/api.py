@@ -26,14 +26,15 @@ from falconet.config.recipes import PHOTOS
 from falconet.config.settings import LINE, Setting
 from falconet.data.dataset import Dataset
 from falconet.errors import CheckpointError, ConfigError, DataError, Interrupted, WorldError
+from falconet.evaluation import saved_model
+from falconet.evaluation.evaluate import Evaluation, evaluator, never
 from falconet.exits import DONE, INTERRUPTED
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.infer.model import Model
 from falconet.parallel.host import return_freed_memory
 from falconet.parallel.world import World
 from falconet.report.run_files import METRICS
-from falconet.train import run_folder, saved_model
-from falconet.train.evaluate import Evaluation, evaluator, never
+from falconet.train import run_folder
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]  # optional

@@ -15,12 +15,12 @@ from falconet.config.load import load_options
 from falconet.config.settings import from_line
 from falconet.data.buffers import Batch
 from falconet.errors import Interrupted
+from falconet.evaluation.evaluate import never
 from falconet.numerics.loss_scale import NonFinite
 from falconet.parallel.grid import divide
 from falconet.parallel.pipeline import Pipeline, Place
 from falconet.parallel.world import World
 from falconet.train import build, plan_text, processes
-from falconet.train.evaluate import never
 from falconet.train.metrics import Meter
 from falconet.train.phase import begin, identity_of
 from falconet.train.pipeline_step import non_finite_of_stages

@@ -23,6 +23,7 @@ from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError, DataError, named_option
+from falconet.evaluation import saved_model
 from falconet.models import splits
 from falconet.models.folding import Folding, fold
 from falconet.models.zoo import build_model
@@ -43,7 +44,6 @@ from falconet.report.console import Say, are
 from falconet.report.folders import RUNS
 from falconet.report.kernel_times import brief, kernel_times
 from falconet.report.styles import FALCONET, Conventions
-from falconet.train import saved_model
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
 MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images

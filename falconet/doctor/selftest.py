@@ -15,6 +15,8 @@ from falconet.config.options import Optimizer
 from falconet.data.buffers import Batch
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.errors import CheckpointError, DeviceError
+from falconet.evaluation.evaluate import evaluate
+from falconet.evaluation.loss import Loss
 from falconet.models import splits
 from falconet.models.fusion import fuse
 from falconet.numerics.precision import REGIMES
@@ -28,8 +30,6 @@ from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
 from falconet.train.build import build_replicas, checkpoint_writer
 from falconet.train.capture import WARM, CapturedStep
-from falconet.train.evaluate import evaluate
-from falconet.train.loss import Loss
 from falconet.train.pipeline_step import Feeding, Forward, PipelinedStep, boundaries, evaluate_stages
 from falconet.train.placement import sharded_step
 from falconet.train.step import LocalStep, Moving, PlainMove

@@ -19,6 +19,8 @@ from falconet.data.loader import BatchShape
 from falconet.data.resident import require_size
 from falconet.data.storage import ArraySource
 from falconet.errors import ConfigError, named_option
+from falconet.evaluation.evaluate import require_accuracy
+from falconet.evaluation.saved_model import refuse_download
 from falconet.models import zoo
 from falconet.models.depth import orthogonal_names
 from falconet.models.freezing import matching
@@ -52,9 +54,8 @@ from falconet.parallel.world import World, keep_compiled, open_world
 from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
 from falconet.report.console import Say, Screen, counted
-from falconet.train import defaults, processes, saved_model
+from falconet.train import defaults, processes
 from falconet.train.capture import WARM, CapturedStep, Preparing
-from falconet.train.evaluate import require_accuracy
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
 from falconet.train.processes import Launch
@@ -129,7 +130,7 @@ def _open_images(launch: Launch, *, global_batch: int) -> Dataset:
         if published is not None:
             return published
     if launch.restored:
-        saved_model.refuse_download(launch.loaded)
+        refuse_download(launch.loaded)
     return defaults.open_images(options, global_batch=global_batch)
 
 

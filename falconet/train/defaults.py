@@ -2,24 +2,49 @@
 
 from dataclasses import replace
 from math import sqrt
-from typing import Any
 
-from falconet.checkpoint import initial_weights
-from falconet.checkpoint.initial_weights import Asked, InitialWeights
+from falconet.checkpoint import format
+from falconet.checkpoint.foreign import read_file
+from falconet.checkpoint.initial_weights import InitialWeights
+from falconet.checkpoint.manifest import MANIFEST
+from falconet.checkpoint.origin import Origin, find_origin, own_origin
 from falconet.config import commands, rules
-from falconet.config.fields import value_or
-from falconet.config.load import LOWERED, Loaded, Options
+from falconet.config.fields import options_of, value_or
+from falconet.config.load import LOWERED, Loaded
 from falconet.config.recipes import EXTENDS, PHOTOS, is_file, source_of
-from falconet.config.settings import CHECKPOINT, WEIGHTS, is_asked_for
+from falconet.config.settings import is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, refitted
-from falconet.errors import CheckpointError, ConfigError
+from falconet.errors import ConfigError
+from falconet.evaluation.saved_model import find_weights, fitted
 from falconet.models import pretrained
-from falconet.models.pretrained import FILE
 from falconet.numerics.precision import automatic
 from falconet.parallel.world import device_kind
 
 EPOCHS_OF_ONE = 1000  # photo; four times as many photos are repeated half as often
 FEWEST_EPOCHS, MOST_EPOCHS = 5, 60
+
+
+def with_origin(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands.TrainOptions], tuple[str, ...]]:
+    """The options of the model that follow from the weights of --init-path, and what to print about them.
+
+    They are stored with the run, which needs the weights only once. Missing ones are reported where they are read.
+    """
+    path = loaded.options.training.init_path
+    if path is None or not path.exists():
+        return loaded, ()
+    asked = loaded.options.model.model if loaded.chooses("model") else None
+    if path.is_file() and not (path.parent / MANIFEST).exists():
+        origin = find_origin(read_file(path), model=asked)
+    else:
+        folder = path.parent if path.is_file() else path
+        origin = own_origin(format.choose(folder, "best", lambda _: None).manifest, model=asked)
+    known = options_of(commands.TrainOptions)
+    of_model = {name: value for name, value in origin.options.items() if known[name].path[0] == "model"}
+    if not of_model:
+        return loaded, ()
+    loaded = loaded.over(Origin(origin.why, of_model).table())
+    concluded = origin.line(loaded.sources)
+    return loaded, (concluded,) if concluded else ()
 
 
 def with_weights(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands.TrainOptions], InitialWeights | None]:
@@ -42,29 +67,6 @@ def with_weights(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands
         otherwise="or --pretrained none to train from scratch",
     )
     return fitted(loaded, found), found
-
-
-def find_weights(name: str, asked: Asked, *, otherwise: str, fetched: bool = True) -> InitialWeights:
-    """The weights that --pretrained asks for; an error says how to get them. `otherwise`: the last of the ways."""
-    try:
-        return initial_weights.find(name, asked, fetched=fetched)
-    except CheckpointError as error:
-        if asked != "published":
-            expected = "a safetensors or torch file, a checkpoint or a run folder"
-        elif pretrained.is_published(name):
-            file = f"--pretrained {FILE} after `{pretrained.download_line(name)}` on another machine"
-            expected = f"a network, {file}, {otherwise}"
-        else:
-            expected = f"a model of `falconet models` that has some, a file as --pretrained PATH, {otherwise}"
-        raise CheckpointError(f"--pretrained: {error}; expected {expected}") from None
-
-
-def fitted(loaded: Loaded[Options], weights: InitialWeights) -> Loaded[Options]:
-    """The options with those that follow from weights, below the ones that the line states."""
-    options: Any = loaded.options
-    made = loaded.over({**weights.options, **weights.inputs.table(options.data)})
-    sources = {name: WEIGHTS if source == CHECKPOINT else source for name, source in made.sources.items()}
-    return replace(made, sources=sources)
 
 
 def weight_notes(loaded: Loaded[commands.TrainOptions], initial: InitialWeights | None) -> tuple[str, ...]:

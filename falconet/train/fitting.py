@@ -24,11 +24,12 @@ from falconet.parallel.division import Division
 from falconet.parallel.grid import divide
 from falconet.parallel.world import World
 from falconet.report.console import Say
-from falconet.train import evaluate, memory, processes
+from falconet.train import memory, processes
 from falconet.train.build import BuiltPhase, Site, open_site, phases_built
 from falconet.train.capture import WARM
 from falconet.train.defaults import batch_for
 from falconet.train.processes import Launch
+from falconet.train.validation import validation_batch
 
 SPARE = 1 / 32  # of a device's memory: what its allocator may not find in one piece in a longer run
 UPDATES = 2  # of a trial: the first one creates the optimizer's state
@@ -115,7 +116,7 @@ def _try(built: BuiltPhase, *, messages: bool) -> None:
         batch = Batch(memory.black(shape.micro_batch, side, device), labels, mix)
         step([batch] * min(2, shape.accumulation), update=update, lr=0.0)
     if built.plan.validation_mode != "none":
-        _validate(built, state, evaluate.validation_batch(built.options))
+        _validate(built, state, validation_batch(built.options))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

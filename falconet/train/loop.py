@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from falconet.checkpoint.state import Progress
 from falconet.data.buffers import Batch
 from falconet.errors import Interrupted
+from falconet.evaluation.evaluate import FAILURES, never
+from falconet.parallel.shared_failure import FailedTogetherError
 from falconet.parallel.world import ALONE, World
-from falconet.train.evaluate import FAILURES, FailedTogetherError, Validation, never
 from falconet.train.log import Log
 from falconet.train.metrics import Meter
 from falconet.train.plan import Plan
 from falconet.train.save import Saving
 from falconet.train.step import Step
+from falconet.train.validation import Validation
 
 Updates = Callable[[int, int], Iterable[Sequence[Batch]]]  # (epoch, updates to skip) -> micro-batches of each update
 

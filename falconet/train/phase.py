@@ -13,8 +13,11 @@ from falconet.checkpoint.writer import Writer
 from falconet.config import commands
 from falconet.data.buffers import Batch
 from falconet.errors import CheckpointError, ConfigError, Interrupted
+from falconet.evaluation.evaluate import left_out_line
+from falconet.evaluation.running_statistics import misfit_warning
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.data_parallel import digest
+from falconet.parallel.shared_failure import FailedTogetherError
 from falconet.parallel.world import World
 from falconet.report import gpu_driver
 from falconet.report.epochs import in_short
@@ -22,20 +25,17 @@ from falconet.report.run_files import logged_at
 from falconet.report.throughput import Stopwatch
 from falconet.train import (
     build,
-    evaluate,
+    conclusion,
     log,
     loop,
     memory,
     memory_report,
     record,
     run_folder,
-    save,
-    saved_model,
     summary,
 )
 from falconet.train.build import BuiltPhase
 from falconet.train.capture import WARM
-from falconet.train.evaluate import FailedTogetherError, Validation
 from falconet.train.log import Log, Output, weight_drawing
 from falconet.train.loop import Watch
 from falconet.train.metrics import Best, Measurements, NotFiniteError
@@ -48,6 +48,7 @@ from falconet.train.save import Identity, Saving
 from falconet.train.step import ShownStep, Step, TimedStep, moments_of
 from falconet.train.stop import StopRequest
 from falconet.train.summary import Ending
+from falconet.train.validation import Validation, validation_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +99,7 @@ def _warn_of_misfit(built: BuiltPhase, state: TrainState) -> None:
     """Print if the statistics of a weights file do not fit the images; a stage alone cannot compare them."""
     site = built.site
     if site.world.is_first and site.grid.stages.size == 1:
-        warning = evaluate.statistics_warning(
-            state.model, built.images, built.options.data, regime=built.regime, world=site.world
-        )
+        warning = misfit_warning(state.model, built.images, built.options.data, regime=built.regime, world=site.world)
         if warning:
             site.screen.line(warning)
 
@@ -210,11 +209,11 @@ def train_phase(
         watch.log.end()
         rate = watch.log.whole_run()
         with stopwatch.standing():
-            averaged = _conclude(built, watch, folder)
+            averaged = conclusion.conclude(built, saving, watch.validation, folder)
     memory_of_stages = memory_report.measure_stages(state, built.replicas, built.site.grid)
     joules = _energy(before, world)
     if watch.validation.left_out:
-        built.site.note(evaluate.left_out_line(watch.validation.left_out))
+        built.site.note(left_out_line(watch.validation.left_out))
     ending = Ending(
         checkpoints=saving.folder,
         metric=watch.validation.metric,
@@ -423,7 +422,7 @@ def _validation(
         state=state,
         output=saving.output,
         measure=built.placement.evaluator(recorder.add),
-        batch=evaluate.validation_batch(built.options),
+        batch=validation_batch(built.options),
         checkpoint_name=saving.name,
         stopping=stopping,
         metric=built.images.metric,
@@ -452,34 +451,3 @@ def _update(
     except NotFiniteError as error:
         recorder.stopped()
         raise saving.diverged(error) from None
-
-
-def _conclude(built: BuiltPhase, watch: Watch, folder: Path) -> Path | None:
-    """What was asked for after the last update; returns the average of the checkpoints, if any.
-
-    Raises Interrupted if the run is to stop before all of it, or before the next phase.
-    """
-    options, world, saving = built.options, built.site.world, watch.saving
-    averaged: Path | None = None
-    saving.finish()
-    if options.averaging.weight_avg_strategy != "none":
-        averaged = save.average_after_training(saving, watch.validation, options, world=world)
-    path = options.validation.validate_checkpoints
-    if path is not None and options.data.data != "synthetic" and built.phase.is_last:
-        is_ours = saving.output.style.tabulates
-        measured = saved_model.validate_folder(
-            path,
-            saving,
-            watch.validation,
-            images=built.images,
-            world=world,
-            report=(lambda _: None) if is_ours else saving.output.style.validated,
-        )
-        if is_ours and world.is_first:
-            rows, file = evaluate.tabulate_accuracies(measured), folder / evaluate.ACCURACIES_FILE
-            evaluate.show_accuracies(rows, built.site.screen.line)
-            evaluate.write_accuracies(rows, file, option="--run-dir")
-            built.site.screen.line(f"written to {file}")
-    if not built.phase.is_last and world.max(torch.tensor(int(saving.stopping()))):
-        raise Interrupted
-    return averaged

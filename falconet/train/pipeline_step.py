@@ -18,6 +18,8 @@ from falconet.data.loader import BatchShape, IdleLoader
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, named_option
+from falconet.evaluation.evaluate import Evaluation, Measure, Observe, Tally, never, overlook, tally_of
+from falconet.evaluation.loss import Loss, Score, total
 from falconet.models import splits, zoo
 from falconet.models.depth import rate_shares
 from falconet.models.folding import fold
@@ -33,8 +35,6 @@ from falconet.parallel.grid import Grid, SeveralStages, Stages
 from falconet.parallel.pipeline import Kind, Pipeline, Place, in_flight, relay
 from falconet.parallel.world import World
 from falconet.report.console import counted
-from falconet.train.evaluate import Evaluation, Measure, Observe, Tally, never, overlook, tally_of
-from falconet.train.loss import Loss, Score, total
 from falconet.train.placement import GIB, Setup, TrainingLoader, build_moving, numbered, training_bytes
 from falconet.train.step import Moving, Update
 

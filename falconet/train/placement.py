@@ -26,6 +26,9 @@ from falconet.data.order import balanced, class_weights
 from falconet.data.preprocessing import Normalise
 from falconet.data.readers import reader_for
 from falconet.errors import ConfigError, named_option
+from falconet.evaluation import evaluate, saved_model
+from falconet.evaluation.evaluate import Measure, Observe, overlook
+from falconet.evaluation.loss import Loss, MultiLabelLoss, WeightedLoss, presence_weights
 from falconet.models import splits, zoo
 from falconet.models.depth import rate_shares
 from falconet.models.freezing import Frozen, Hold, count_trained, frozen_before, frozen_by, trained_by
@@ -42,9 +45,6 @@ from falconet.parallel.data_parallel import Replicas
 from falconet.parallel.grid import Grid, OneStage, Stages
 from falconet.parallel.zero import ShardedReplicas
 from falconet.report.console import Say, counted
-from falconet.train import evaluate, saved_model
-from falconet.train.evaluate import Measure, Observe, overlook
-from falconet.train.loss import Loss, MultiLabelLoss, WeightedLoss, presence_weights
 from falconet.train.step import (
     Elsewhere,
     LocalStep,

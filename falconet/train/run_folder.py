@@ -60,8 +60,8 @@ from falconet.report.run_files import (
 from falconet.report.sinks import JsonLines, Several, Sink, UpdateTimes
 from falconet.report.styles import FALCONET, Conventions, Table
 from falconet.report.trackers import Guarded, Tracker
-from falconet.train import evaluate
 from falconet.train.plan import Phase
+from falconet.train.validation import AVERAGED
 
 
 def how_to_continue(folder: Path, checkpoints: Path) -> str:
@@ -329,7 +329,7 @@ def continue_log(
 
     def is_kept(line: bytes) -> bool:
         done, names = _read_line(line)
-        if done == update and comes_again and any(name.startswith(evaluate.AVERAGED) for name in names):
+        if done == update and comes_again and any(name.startswith(AVERAGED) for name in names):
             return False
         return done < update or (done == update and (validated or "train/loss" in names))
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from falconet.data import mixing
 from falconet.data.buffers import Batch
 from falconet.data.preprocessing import Normalise
+from falconet.evaluation.loss import Loss, Score, total
 from falconet.numerics.loss_scale import NonFinite, Offender, Scale, find_non_finite, watched
 from falconet.numerics.precision import Regime
 from falconet.optim.ema import Ema
@@ -23,7 +24,6 @@ from falconet.optim.optimizers import set_lr
 from falconet.parallel.data_parallel import OneReplica, Replicas
 from falconet.parallel.zero import ShardedReplicas
 from falconet.report.throughput import HostMoments, Moments, Stopwatch
-from falconet.train.loss import Loss, Score, total
 
 SEEDS = 1 << 63  # torch takes seeds below this
 

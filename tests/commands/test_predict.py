@@ -19,10 +19,10 @@ from falconet.commands import predict
 from falconet.commands.predict import folder_name
 from falconet.config.commands import PredictOptions
 from falconet.config.load import read_line
+from falconet.evaluation import saved_model
 from falconet.infer import photos
 from falconet.infer.classifier import open_classifier
 from falconet.infer.photos import Photo
-from falconet.train import saved_model
 
 TRAIN = (
     "train --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 2 --warmup-epoch 0 --threads 1"

@@ -13,7 +13,7 @@ from falconet.config.options import Augmentation, Data
 from falconet.data import mixing
 from falconet.data.mixing import Mix
 from falconet.errors import ConfigError
-from falconet.train.loss import Loss
+from falconet.evaluation.loss import Loss
 
 INDICES = np.arange(20_000, dtype=np.int64)
 NO_BOX = torch.zeros(4, dtype=torch.int64)

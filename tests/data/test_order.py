@@ -11,7 +11,7 @@ from falconet.data import keyed
 from falconet.data.buffers import PixelRows
 from falconet.data.loader import BatchShape, Loader, Resources
 from falconet.data.order import COPY_BITS, balanced, class_weights, shuffled
-from falconet.train.loss import WeightedLoss
+from falconet.evaluation.loss import WeightedLoss
 
 LABELS = np.array([0] * 50 + [1] * 10 + [3] * 3)  # class 2 has no images
 IMAGE = (1 << COPY_BITS) - 1

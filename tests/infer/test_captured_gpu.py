@@ -9,11 +9,11 @@ import torch
 
 from falconet.data.buffers import Batch
 from falconet.data.preprocessing import normaliser
+from falconet.evaluation.evaluate import evaluate
 from falconet.infer.predictor import Predictor
 from falconet.numerics.cuda_graphs import Captured
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World
-from falconet.train.evaluate import evaluate
 from served import CLASSES, pixels, small_classifier
 
 pytestmark = pytest.mark.gpu

@@ -16,6 +16,7 @@ from torch import nn
 from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
+from falconet.evaluation.loss import Loss
 from falconet.models import fusion, pointwise, zoo
 from falconet.models.norms import move_once
 from falconet.numerics.kernels import FUSED
@@ -25,7 +26,6 @@ from falconet.numerics.recompute import recompute
 from falconet.numerics.rounding import Rounding
 from falconet.parallel.batchnorm import Span, over
 from falconet.train import build
-from falconet.train.loss import Loss
 from falconet.train.step import LocalStep, Moving, PlainMove, ScaledMove
 from half_rules import optimizer_of
 

@@ -20,6 +20,7 @@ from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
 from falconet.data.buffers import Batch
+from falconet.evaluation.loss import Loss
 from falconet.parallel.batchnorm import Span, over
 from falconet.parallel.collectives import join
 from falconet.parallel.data_parallel import AveragedReplicas
@@ -30,7 +31,6 @@ from falconet.parallel.world import World
 from falconet.train import build
 from falconet.train.build import BuiltPhase, open_site
 from falconet.train.capture import WARM, CapturedStep
-from falconet.train.loss import Loss
 from falconet.train.processes import prepare
 from falconet.train.step import Update
 from gloo import free_port

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from falconet.checkpoint import format
-from falconet.train import build, evaluate, fitting, memory, step
+from falconet.evaluation import evaluate
+from falconet.train import build, fitting, memory, step
 from layouts import class_folders
 from runs import assert_bitwise, begin, finish, stop_at
 from tiny import TINY

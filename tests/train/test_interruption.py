@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from falconet.train import run, run_folder, save
-from falconet.train.evaluate import Validation
+from falconet.checkpoint import weight_average
+from falconet.train import run, run_folder
+from falconet.train.validation import Validation
 from half_resolution import HALF, NAME, tensors
 from tiny import TINY
 
@@ -91,7 +92,7 @@ def test_ctrl_c_while_checkpoints_are_averaged_ends_the_run_before_the_next_phas
     line = f"train {HALF} --run-dir r"
     assert falconet(line.replace("-dir r", "-dir straight")).code == 0
     with monkeypatch.context() as patched:
-        interrupted_once(patched, save, "write_average")
+        interrupted_once(patched, weight_average, "write")
         answer = falconet(line)
     assert (answer.code, answer.err) == (130, "")
     assert answer.out.splitlines()[-2:] == [f"saved r/checkpoints/{NAME}_2", TO_CONTINUE]

@@ -15,11 +15,11 @@ from torch import Tensor
 from falconet.data.keyed import IntArray
 from falconet.data.storage import ArraySource, BoolArray, Source
 from falconet.errors import ConfigError, printable
+from falconet.evaluation.average_precision import ClassPrecision, gathered
+from falconet.evaluation.evaluate import TOP, Evaluation, Observe
 from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
 from falconet.report.epochs import ACCURACY
-from falconet.train.average_precision import ClassPrecision, gathered
-from falconet.train.evaluate import TOP, Evaluation, Observe
 
 BINS = 15  # of the calibration error, as in Guo et al., 2017
 MOST_SHOWN = 10  # classes, and pairs of them

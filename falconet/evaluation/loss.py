@@ -42,7 +42,7 @@ class Loss:
         """Of mixed images of side x side pixels. `images`: of the update, in which each has the weight `1 / images`."""
         mixed = None if mix is None else mixing.mixed_targets(labels, mix, targets=self.targets, side=side)
         if logits.is_cuda and self.has_kernel:
-            from falconet.train import loss_kernels  # Triton comes with CUDA only
+            from falconet.evaluation import loss_kernels  # Triton comes with CUDA only
 
             expected = loss_kernels.Expected(labels, mixed, self._factors(), self.smoothing)
             return Score(*loss_kernels.scored(logits, expected, images=images))
