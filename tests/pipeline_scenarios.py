@@ -20,7 +20,7 @@ from falconet.numerics.loss_scale import NonFinite
 from falconet.parallel.grid import divide
 from falconet.parallel.pipeline import Pipeline, Place
 from falconet.parallel.world import World
-from falconet.train import build, plan_text, processes
+from falconet.train import build, plan_text, preparation
 from falconet.train.metrics import Meter
 from falconet.train.phase import begin, identity_of
 from falconet.train.pipeline_step import non_finite_of_stages
@@ -39,7 +39,7 @@ def run_of(world, line, checkpoint=None):
     loaded = load_options(kind, settings, *([restored.manifest.config] if restored else []))
     real = build.open_world
     try:
-        launch = processes.prepare(loaded, restored)
+        launch = preparation.prepare(loaded, restored)
         build.open_world = lambda *_, **__: world
         return build.BuiltPhase(launch, build.open_site(launch))
     finally:

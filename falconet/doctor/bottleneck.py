@@ -20,11 +20,11 @@ from falconet.data.mixing import Mix
 from falconet.data.storage import ArraySource, FileSource, Source
 from falconet.errors import SHORTAGES, memory_shortage
 from falconet.numerics.precision import REGIMES, automatic
-from falconet.train import fitting, processes
+from falconet.train import fitting, preparation
 from falconet.train.build import BuiltPhase, Site, open_site, with_images
 from falconet.train.capture import WARM
 from falconet.train.placement import TrainingLoader
-from falconet.train.processes import Launch
+from falconet.train.preparation import Launch
 
 READ, DECODE, LOAD, AUGMENT, COPY, COMPUTE = "read", "decode", "load", "augment", "copy", "compute"
 READING, LOADING, COMPUTING, TRAINING = 1.0, 2.0, 3.0, 3.0  # seconds for each measurement
@@ -119,7 +119,7 @@ def find(loaded: Loaded[commands.TrainOptions], *, free: int) -> Finding:
 
     `free`: bytes in which the system can keep files after the first epoch.
     """
-    launch = processes.prepare(_alone(loaded))
+    launch = preparation.prepare(_alone(loaded))
     site = open_site(launch)
     with site.world:
         launch = with_images(launch)

@@ -58,7 +58,7 @@ from falconet.train import defaults, processes
 from falconet.train.capture import WARM, CapturedStep, Preparing
 from falconet.train.placement import Placement, Setup, WholeModel, numbered
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
-from falconet.train.processes import Launch
+from falconet.train.preparation import Launch
 from falconet.train.step import LocalStep, Prepare, Step
 
 

@@ -1,6 +1,6 @@
 """What data, device and pretrained weights decide where the options leave it open; a checkpoint then states it."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import sqrt
 
 from falconet.checkpoint import format
@@ -102,24 +102,30 @@ def open_images(options: commands.TrainOptions, *, global_batch: int) -> Dataset
     )
 
 
-def with_photos(
-    loaded: Loaded[commands.TrainOptions],
-) -> tuple[Loaded[commands.TrainOptions], InitialWeights | None, Dataset | None]:
-    """The options and weights of a new run, with the user's photos, if those are its data.
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """The options of a run without auto for those that depend on its data or device, and what was opened for them."""
+
+    loaded: Loaded[commands.TrainOptions]
+    initial: InitialWeights | None  # the weights that a new run starts with
+    images: Dataset | None  # the data, if it is open and does not depend on the batch
+
+
+def settle(loaded: Loaded[commands.TrainOptions], *, is_new: bool) -> Settled:
+    """Settle the options; a new run's weights are downloaded, and its photos opened.
 
     The photos are opened first: a wrong folder is reported before hundreds of megabytes of weights are downloaded.
     """
-    is_photos = loaded.options.data.data == "folder"
-    photos = open_images(loaded.options, global_batch=loaded.options.data.micro_batch) if is_photos else None
-    loaded, initial = with_weights(loaded)
-    return loaded, initial, refitted(photos, loaded.options.data, loaded.options.model.model) if photos else None
+    photos = _photos(loaded.options) if is_new else None
+    weighted, initial = with_weights(loaded) if is_new else (loaded, None)
+    fitting = refitted(photos, weighted.options.data, weighted.options.model.model) if photos else None
+    settled, images = _with_length(_with_precision(weighted), fitting)
+    return Settled(loaded=settled, initial=initial, images=images)
 
 
-def settled(
-    loaded: Loaded[commands.TrainOptions], images: Dataset | None = None
-) -> tuple[Loaded[commands.TrainOptions], Dataset | None]:
-    """The same options without auto for those that depend on the data or the device, and the data if it is open."""
-    return _with_length(_with_precision(loaded), images)
+def _photos(options: commands.TrainOptions) -> Dataset | None:
+    """The user's photos, if those are the data."""
+    return open_images(options, global_batch=options.data.micro_batch) if options.data.data == "folder" else None
 
 
 def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:

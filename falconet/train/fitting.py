@@ -28,7 +28,7 @@ from falconet.train import memory, processes
 from falconet.train.build import BuiltPhase, Site, open_site, phases_built
 from falconet.train.capture import WARM
 from falconet.train.defaults import batch_for
-from falconet.train.processes import Launch
+from falconet.train.preparation import Launch
 from falconet.train.validation import validation_batch
 
 SPARE = 1 / 32  # of a device's memory: what its allocator may not find in one piece in a longer run
@@ -165,9 +165,9 @@ def with_micro_batch(launch: Launch, site: Site) -> Launch:
     options = launch.loaded.options
     if options.data.micro_batch_size != "auto":
         return launch
-    stored = processes.stored_number(launch.restored.manifest, "micro-batch-size") if launch.restored else None
+    stored = launch.restored.manifest.number("micro-batch-size") if launch.restored else None
     if launch.restored and stored and launch.again:  # the same run, which has found its own
-        total = stored * processes.stored_number(launch.restored.manifest, "gradient-accumulation")
+        total = stored * launch.restored.manifest.number("gradient-accumulation")
         return _launched(launch, micro_batch=stored, total=total)
     given = [each for each in launch.loaded.line if each.bare == "micro-batch-size" and each.source != LINE]
     config = [each.values[0] for each in given]

@@ -18,7 +18,7 @@ from falconet.errors import ConfigError
 from falconet.report.console import Counting
 from falconet.train.build import BuiltPhase, Site
 from falconet.train.placement import TrainingLoader
-from falconet.train.processes import Launch
+from falconet.train.preparation import Launch
 
 JSON, PLOT = "lr_finder.json", "lr_finder.svg"
 SOURCE = "range test of --lr auto"

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import torch
 
-from falconet.checkpoint.manifest import IMAGES, SEVERAL_LABELS, Manifest
+from falconet.checkpoint.manifest import IMAGES, SEVERAL_LABELS
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
-from falconet.config import commands
 from falconet.data.buffers import Batch
-from falconet.errors import CheckpointError, ConfigError, Interrupted
+from falconet.errors import Interrupted
 from falconet.evaluation.evaluate import left_out_line
 from falconet.evaluation.running_statistics import misfit_warning
-from falconet.numerics.precision import REGIMES
 from falconet.parallel.data_parallel import digest
 from falconet.parallel.shared_failure import FailedTogetherError
 from falconet.parallel.world import World
@@ -31,6 +29,7 @@ from falconet.train import (
     memory,
     memory_report,
     record,
+    resume,
     run_folder,
     summary,
 )
@@ -41,7 +40,7 @@ from falconet.train.loop import Watch
 from falconet.train.metrics import Best, Measurements, NotFiniteError
 from falconet.train.placement import TrainingLoader
 from falconet.train.plan import Plan
-from falconet.train.processes import Launch
+from falconet.train.preparation import Launch
 from falconet.train.profiled_step import LOOKED, ProfiledStep, Subject
 from falconet.train.record import Recorder
 from falconet.train.save import Identity, Saving
@@ -82,8 +81,8 @@ def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
         built.images.check_classes(manifest.class_names, where=str(folder), several=manifest.several_labels)
         if changes := built.images.changes_since(manifest.content.get(IMAGES)):
             screen.line(changes)
-        _require_same_state(built.launch.loaded.options, manifest, folder=folder)
-        _require_parts(built.launch.loaded.options, state, manifest, folder=folder)
+        resume.require_same_state(built.launch.loaded.options, built.restored)
+        resume.require_parts(built.launch.loaded.options, built.restored, state)
         state.load(folder, name=model)
         state.progress = replace(Progress.from_json(manifest.meter), update=manifest.progress.update)
         screen.line(f"restored {folder}, update {state.progress.update:,} of {built.plan.updates:,}")
@@ -102,54 +101,6 @@ def _warn_of_misfit(built: BuiltPhase, state: TrainState) -> None:
         warning = misfit_warning(state.model, built.images, built.options.data, regime=built.regime, world=site.world)
         if warning:
             site.screen.line(warning)
-
-
-def _require_same_state(options: commands.TrainOptions, manifest: Manifest, *, folder: Path) -> None:
-    """The state of one update rule means nothing to another even if the tensors fit; nor do other formats."""
-    trained, asked = manifest.option("optimizer"), options.optimizer.optimizer
-    if trained != asked:
-        raise ConfigError(f"--optimizer: got '{asked}', expected '{trained}', whose state {folder} holds")
-    training = options.training
-    for name, patterns in (("trainable", training.trainable), ("freeze", (training.freeze or "",))):
-        value: str | list[str] = manifest.config.get(name, {"value": ""})["value"]  # older checkpoints trained all
-        got, expected = " ".join(patterns), value if isinstance(value, str) else " ".join(value)
-        if got != expected:
-            raise ConfigError(
-                f"--{name}: got '{got}', expected '{expected}', whose state {folder} holds; `falconet train"
-                " --init-path` starts a new run with its weights"
-            )
-    for name, epochs in (("unfreeze-after", training.unfreeze_after), ("freeze-after", training.freeze_after)):
-        if (epochs is None) == (name in manifest.config):
-            expected = "a number of epochs" if epochs is None else "none"
-            raise ConfigError(f"--{name}: expected {expected}, because {folder} holds the state of such a run")
-    before, now = REGIMES.get(manifest.option("precision")), REGIMES[options.machine.precision]
-    if before is None:
-        raise CheckpointError(f"{folder}: its precision is '{manifest.option('precision')}', which is none of ours")
-    if before.update != now.update:
-        raise ConfigError(
-            f"--precision: got '{now.name}', expected one that updates in the same format as '{before.name}', whose"
-            f" state {folder} holds"
-        )
-
-
-def _require_parts(options: commands.TrainOptions, state: TrainState, manifest: Manifest, *, folder: Path) -> None:
-    """Refuse the options that ask for a part of the state that not every run has, if the checkpoint lacks it."""
-    lacks = f"but {folder} is of a run without one; `falconet train --init-path` starts a new run with its weights"
-    if state.ema and "ema" not in manifest.stems:
-        raise ConfigError(f"--ema-half-life: asks for a moving average, {lacks}")
-    if state.scale and "scale" not in manifest.stems:
-        raise ConfigError(f"--{_scaled_by(options)}: asks for a loss scale, {lacks}")
-
-
-def _scaled_by(options: commands.TrainOptions) -> str:
-    """The option because of which a run has a loss scale."""
-    numerics = options.numerics
-    asked = {
-        "auto-loss-scaling": numerics.auto_loss_scaling,
-        "initial-loss-scaling": numerics.initial_loss_scaling is not None,
-        "loss-scaling": numerics.loss_scaling != 1.0,
-    }
-    return next((name for name, is_asked in asked.items() if is_asked), "precision")
 
 
 def train_phase(
@@ -365,8 +316,10 @@ def _saving(
 
 def _initial_weights(launch: Launch) -> str | None:
     """What the run's weights were before its first update, if they were pretrained; kept by a restored run."""
+    if launch.initial:
+        return launch.initial.source
     stored = launch.restored.manifest.content.get("initial_weights") if launch.restored else None
-    return launch.initial.source if launch.initial else stored if isinstance(stored, str) else None
+    return stored if isinstance(stored, str) else None
 
 
 def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> Identity:

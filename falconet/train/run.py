@@ -30,16 +30,17 @@ from falconet.train import (
     lr_finder,
     memory,
     plan_text,
-    processes,
     record,
+    resume,
     run_folder,
+    workers,
 )
 from falconet.train.build import BuiltPhase
 from falconet.train.layer_table import Row, layer_table
 from falconet.train.lr_finder import Finding
 from falconet.train.phase import Session, begin, best_of, ended_early, train_phase
 from falconet.train.plan import phases_of
-from falconet.train.processes import Launch
+from falconet.train.preparation import Launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ def carry_out(launch: Launch) -> int:
 
 def _carried_out(launch: Launch) -> int:
     began = time.time()
-    if introduced := processes.introduction(launch):
+    if introduced := workers.introduction(launch):
         Screen(words=launch.conventions.words).line(introduced)
     site = build.open_site(launch)
     world, screen = site.world, site.screen
@@ -73,7 +74,7 @@ def _carried_out(launch: Launch) -> int:
         run_folder.memory_explained(),
         contextlib.ExitStack() as held,
     ):
-        processes.check_alike(world, launch.loaded, launch.restored)
+        workers.check_alike(world, launch.loaded, launch.restored)
         with named_option("precision"):
             REGIMES[launch.loaded.options.machine.precision].require(world.device)
         if not launch.loaded.options.run.plan:
@@ -81,7 +82,7 @@ def _carried_out(launch: Launch) -> int:
         launch = fitting.with_micro_batch(build.with_images(launch), site)
         launch, finding = _with_rate(launch, site)
         options = launch.loaded.options
-        current = processes.current_phase(phases_of(options), launch.loaded, launch.restored)
+        current = resume.current_phase(phases_of(options), launch.loaded, launch.restored)
         built = deque(build.phases_built(launch, site))
         plan = [line for each in built for line in plan_text.describe(each)]
         found_rate = [finding.line()] if finding else []

@@ -64,7 +64,7 @@ def test_no_update_waits_for_the_device(extra):
     """Warm up until a graph is captured, then run updates with every hidden synchronisation an error."""
     from falconet.train.build import BuiltPhase, open_site
     from falconet.train.capture import WARM
-    from falconet.train.processes import prepare
+    from falconet.train.preparation import prepare
 
     launch = prepare(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions))))
     run = BuiltPhase(launch, open_site(launch))

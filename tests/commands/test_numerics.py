@@ -15,7 +15,7 @@ from falconet.config.load import load
 from falconet.config.settings import from_line
 from falconet.numerics.precision import REGIMES
 from falconet.train.build import BuiltPhase, open_site
-from falconet.train.processes import prepare
+from falconet.train.preparation import prepare
 from runs import state
 from tiny import TINY
 

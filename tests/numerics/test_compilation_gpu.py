@@ -9,7 +9,7 @@ from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
 from falconet.train.build import BuiltPhase, open_site
-from falconet.train.processes import prepare
+from falconet.train.preparation import prepare
 
 pytestmark = pytest.mark.gpu
 

@@ -31,7 +31,7 @@ from falconet.parallel.world import World
 from falconet.train import build
 from falconet.train.build import BuiltPhase, open_site
 from falconet.train.capture import WARM, CapturedStep
-from falconet.train.processes import prepare
+from falconet.train.preparation import prepare
 from falconet.train.step import Update
 from gloo import free_port
 from runs import assert_bitwise, stop_at

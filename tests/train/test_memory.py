@@ -11,7 +11,7 @@ from falconet.data.buffers import Batch
 from falconet.data.input import Input
 from falconet.models import fusion, zoo
 from falconet.numerics.precision import REGIMES
-from falconet.train import build, fitting, memory, processes
+from falconet.train import build, fitting, memory, preparation
 from tiny import TINY
 
 GPU = "--data generated --image-size 224 --classes 1000 --iterations 2 --epoch 1 --warmup-epoch 0 --device cuda"
@@ -27,7 +27,7 @@ def built(line):
     from falconet.config.settings import from_line
 
     loaded = load(TrainOptions, from_line(line.split(), options_of(TrainOptions)))
-    launch = processes.prepare(loaded)
+    launch = preparation.prepare(loaded)
     return build.BuiltPhase(launch, build.open_site(launch))
 
 

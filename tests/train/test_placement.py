@@ -14,7 +14,7 @@ from falconet.data.loader import BatchShape
 from falconet.numerics.precision import REGIMES
 from falconet.train import build
 from falconet.train.placement import Setup, WholeModel
-from falconet.train.processes import prepare
+from falconet.train.preparation import prepare
 from tiny import TINY
 
 

@@ -11,7 +11,7 @@ from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
 from falconet.train import build, plan_text
-from falconet.train.processes import prepare
+from falconet.train.preparation import prepare
 from falconet.train.step import LocalStep
 from half_resolution import HALF
 from tiny import TINY
