@@ -18,7 +18,7 @@ from falconet.errors import Interrupted
 from falconet.evaluation.evaluate import never
 from falconet.numerics.loss_scale import NonFinite
 from falconet.parallel.grid import divide
-from falconet.parallel.pipeline import Pipeline, Place
+from falconet.parallel.pipeline import Pipeline, StagePlace
 from falconet.parallel.world import World
 from falconet.train import build, plan_text, preparation
 from falconet.train.metrics import Meter
@@ -157,7 +157,7 @@ def flights(world, kind, micro_batches):
 
     layer.weight.register_post_accumulate_grad_hook(ended)
     edge = [torch.empty(2, 4, device="meta")]
-    place = Place(world=world, entering=[] if world.is_first else edge, leaving=edge)
+    place = StagePlace(world=world, entering=[] if world.is_first else edge, leaving=edge)
     pipeline = Pipeline(run, place, kind=kind, micro_batches=micro_batches, loss=lambda logits, _: logits.sum())
     images = torch.linspace(-1, 1, 8 * micro_batches).view(-1, 4)
     for _ in range(2):  # a second update finds nothing left of the first

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Progress:
+class Position:
     """How far training had got when the checkpoint was saved."""
 
     epoch: int
@@ -73,7 +73,7 @@ class Manifest:
     format: int
     model: str
     classes: int
-    progress: Progress
+    progress: Position
     class_names: tuple[str, ...]
     preprocessing: dict[str, Any]
     config: dict[str, dict[str, Any]]  # every option of its run, with its value and source
@@ -281,7 +281,7 @@ def _manifest(content: dict[str, Any], path: Path) -> Manifest:
         format=content["format"],
         model=_typed(content, "model", str, path),
         classes=classes,
-        progress=Progress(
+        progress=Position(
             **{key: _whole(progress, key, path) for key in ("epoch", "images", "update")},
             phase=_whole(progress, "phase", path, least=1, default=1),
             epoch_images=_whole(progress, "epoch_images", path, default=0) or None,

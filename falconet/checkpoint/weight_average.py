@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from falconet.checkpoint import format
+from falconet.checkpoint.manifest import Position
 from falconet.config import options
 from falconet.errors import CheckpointError
 from falconet.report.console import counted
@@ -72,7 +73,7 @@ def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0, pha
     All of one phase: `phase`, or by default the newest checkpoint's.
     """
     assert last is None or last >= 1, last
-    found: dict[tuple[object, ...], tuple[format.Progress, str, Path]] = {}
+    found: dict[tuple[object, ...], tuple[Position, str, Path]] = {}
     for folder in folders:
         manifest = format.read_manifest(folder)
         if manifest.averaged:

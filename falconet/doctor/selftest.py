@@ -25,7 +25,7 @@ from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.collectives import Processes
 from falconet.parallel.data_parallel import Replicas, digest
 from falconet.parallel.grid import Grid, divide
-from falconet.parallel.pipeline import Kind, Place
+from falconet.parallel.pipeline import Kind, StagePlace
 from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
 from falconet.train.build import build_replicas, checkpoint_writer
@@ -238,7 +238,7 @@ def _compared(grid: Grid, kind: Kind) -> tuple[bool, str]:
     )
     edges = [[], *inner, [torch.empty(IMAGES, CLASSES, device="meta")]]
     assert isinstance(grid.stages, Processes)
-    place = Place(world=grid.stages, entering=edges[world.rank], leaving=edges[world.rank + 1])
+    place = StagePlace(world=grid.stages, entering=edges[world.rank], leaving=edges[world.rank + 1])
     own, alone = stages[world.rank].module.to(device), whole.to(device)
     batches = _micro_batches(world.size + 1, device)
 

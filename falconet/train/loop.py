@@ -103,7 +103,8 @@ def _save_and_validate(plan: Plan, meter: Meter, watch: Watch, *, world: World, 
         saving.save()
     if progress.unvalidated and not stopping:
         try:
-            stopping = progress.unvalidated = not watch.validation.run()
+            progress.unvalidated = not watch.validation.run()
+            stopping = progress.unvalidated  # only a run that is asked to stop leaves its validation
         except (FailedTogetherError, *FAILURES) as error:
             # Saving needs all processes: after a failure of this one alone, the others are elsewhere.
             if not saved and (world.size == 1 or isinstance(error, FailedTogetherError)):

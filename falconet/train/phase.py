@@ -7,9 +7,12 @@ from pathlib import Path
 
 import torch
 
+from falconet.checkpoint.format import whole_after
 from falconet.checkpoint.manifest import IMAGES, SEVERAL_LABELS
 from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
+from falconet.config import rules
+from falconet.config.fields import options_of, value_of
 from falconet.data.buffers import Batch
 from falconet.errors import Interrupted
 from falconet.evaluation.evaluate import left_out_line
@@ -20,11 +23,13 @@ from falconet.parallel.world import World
 from falconet.report import gpu_driver
 from falconet.report.epochs import in_short
 from falconet.report.run_files import logged_at
+from falconet.report.sinks import Sink
+from falconet.report.styles import Facts, RunLog, Style
 from falconet.report.throughput import Stopwatch
 from falconet.train import (
     build,
     conclusion,
-    log,
+    interruption,
     loop,
     memory,
     memory_report,
@@ -127,8 +132,8 @@ def train_phase(
     saving = _saving(built, state, session, output=output, writer=writer, stop=stop)
     with (
         stop,
-        run_folder.interruption_explained(
-            screen.line, lambda: f"{saving.lost()}; {run_folder.how_to_continue(folder, saving.folder)}"
+        interruption.interruption_explained(
+            screen.line, lambda: f"{saving.lost()}; {interruption.how_to_continue(folder, saving.folder)}"
         ),
         writer,
         screen,
@@ -251,7 +256,7 @@ def _stopped_in_order(built: BuiltPhase, saving: Saving, recorder: Recorder, fol
     except Interrupted:
         saving.output.style.stopped()
         screen.line(f"saved {saving.finish()}")
-        screen.line(f"to continue: {run_folder.restore_line(folder, saving.folder)}")
+        screen.line(f"to continue: {interruption.restore_line(folder, saving.folder)}")
         recorder.stopped()
         built.site.world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
         raise
@@ -293,8 +298,35 @@ def _output(
         latest=logged_at(session.folder, update) if is_over and built.site.world.is_first else None,
         best=best,
     )
-    style = log.open_style(built, session.folder, sinks=session.sinks.trackers)
+    style = _open_style(built, session.folder, sinks=session.sinks.trackers)
     return Output(screen=built.site.screen, style=style, measurements=measurements, stopwatch=stopwatch)
+
+
+def _open_style(built: BuiltPhase, folder: Path, *, sinks: Sequence[Sink]) -> Style:
+    """The style of a phase, with its first lines printed; only the first process writes files."""
+    options, is_first, conventions = built.options, built.site.world.is_first, built.launch.conventions
+    style = conventions.style(RunLog(built.site.screen.line, folder if is_first else None, sinks=sinks))
+    asked, restored = built.launch.loaded.options, built.restored
+    style.begin(
+        Facts(
+            options={name: value_of(asked, option) for name, option in options_of(type(asked)).items()},
+            typed=conventions.typed,
+            folder=folder,
+            model=built.placement.layers,
+            parameters=built.placement.parameters,
+            global_batch=built.plan.global_batch,
+            replicas=built.plan.replicas,
+            stages=rules.stages_of(options.parallel),
+            image_size=built.images.training.image_size,
+            epochs=built.plan.epoch_at(built.plan.updates),
+            metric=built.images.metric,
+            validates=built.plan.validation_mode != "none",
+            averages=options.optimizer.ema_half_life is not None,
+            restored=restored.folder if restored else None,
+            is_newest=not restored or whole_after(restored.folder.parent, restored.manifest.progress) is None,
+        )
+    )
+    return style
 
 
 def _saving(

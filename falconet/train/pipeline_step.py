@@ -32,7 +32,7 @@ from falconet.numerics.recompute import Footprint, matching, measure_footprint, 
 from falconet.parallel.collectives import Processes
 from falconet.parallel.data_parallel import Replicas
 from falconet.parallel.grid import Grid, SeveralStages, Stages
-from falconet.parallel.pipeline import Kind, Pipeline, Place, in_flight, relay
+from falconet.parallel.pipeline import Kind, Pipeline, StagePlace, in_flight, relay
 from falconet.parallel.world import World
 from falconet.report.console import counted
 from falconet.train.placement import GIB, Setup, TrainingLoader, build_moving, numbered, training_bytes
@@ -82,7 +82,7 @@ class Feeding:
 class PipelinedStep:
     """One stage of the model on this device, the others in other processes."""
 
-    def __init__(self, moving: Moving, place: Place, *, forward: "Forward", loss: Loss, kind: Kind) -> None:
+    def __init__(self, moving: Moving, place: StagePlace, *, forward: "Forward", loss: Loss, kind: Kind) -> None:
         self._moving, model = moving, moving.model
         self._stages, self._feeding, self._loss = place.world, forward.feeding, loss
         self._images = forward.feeding.micro_batch * forward.feeding.accumulation
@@ -188,7 +188,7 @@ def non_finite_of_stages(grid: Grid, numbers: Sequence[int]) -> Callable[[NonFin
 def evaluate_stages(
     model: nn.Module,
     batches: Iterable[Batch],
-    place: Place,
+    place: StagePlace,
     *,
     forward: Forward,
     grid: Grid,
@@ -454,11 +454,11 @@ class StagedModel:
         )
 
     @cached_property
-    def _place(self) -> Place:
+    def _place(self) -> StagePlace:
         stages = self.setup.grid.stages
         assert isinstance(stages, Processes)
         edges = [[], *self._boundaries, self._logits]
-        return Place(world=stages, entering=edges[stages.rank], leaving=edges[stages.rank + 1])
+        return StagePlace(world=stages, entering=edges[stages.rank], leaving=edges[stages.rank + 1])
 
     @property
     def _logits(self) -> list[Tensor]:

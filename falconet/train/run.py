@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from falconet.report.mlperf import MlperfLog
 from falconet.train import (
     build,
     fitting,
-    log,
+    interruption,
     lr_finder,
     memory,
     plan_text,
@@ -37,7 +37,7 @@ from falconet.train import (
 )
 from falconet.train.build import BuiltPhase
 from falconet.train.layer_table import Row, layer_table
-from falconet.train.lr_finder import Finding
+from falconet.train.mlperf_submission import submission_of
 from falconet.train.phase import Session, begin, best_of, ended_early, train_phase
 from falconet.train.plan import phases_of
 from falconet.train.preparation import Launch
@@ -70,8 +70,8 @@ def _carried_out(launch: Launch) -> int:
     world, screen = site.world, site.screen
     with (
         world,
-        run_folder.interruption_explained(screen.line, lambda: "stopped before the first update: nothing was saved"),
-        run_folder.memory_explained(),
+        interruption.interruption_explained(screen.line, lambda: "stopped before the first update: nothing was saved"),
+        interruption.memory_explained(),
         contextlib.ExitStack() as held,
     ):
         workers.check_alike(world, launch.loaded, launch.restored)
@@ -80,7 +80,7 @@ def _carried_out(launch: Launch) -> int:
         if not launch.loaded.options.run.plan:
             build.limit_libraries(launch.loaded.options, site.grid)
         launch = fitting.with_micro_batch(build.with_images(launch), site)
-        launch, finding = _with_rate(launch, site)
+        launch, finding = lr_finder.with_rate(launch, site)
         options = launch.loaded.options
         current = resume.current_phase(phases_of(options), launch.loaded, launch.restored)
         built = deque(build.phases_built(launch, site))
@@ -116,19 +116,6 @@ def _carried_out(launch: Launch) -> int:
             return folder
 
         return _run_phases(built, open_folder, start)
-
-
-def _with_rate(launch: Launch, site: build.Site) -> tuple[Launch, Finding | None]:
-    """The run with a number for --lr auto, and how it was found."""
-    options = launch.loaded.options
-    if options.learning_rate.lr != "auto":
-        return launch, None
-    if options.run.plan:
-        note = "--lr auto is found by a range test before the first update: rates in this plan are shares of it"
-        return replace(launch, notes=(*launch.notes, note)), None
-    site.screen.line("finding a learning rate (--lr auto)")
-    finding = lr_finder.find(launch, site)
-    return lr_finder.settled(launch, finding.rate), finding
 
 
 def _layers(built: BuiltPhase) -> list[Row]:
@@ -170,12 +157,12 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], star
     saved = run_folder.checkpoints(folder, options)
     mark = site.world.once(lambda: _mark(launch))
     with (
-        run_folder.interruption_explained(
-            site.screen.line, lambda: f"stopped; {run_folder.how_to_continue(folder, saved)}"
+        interruption.interruption_explained(
+            site.screen.line, lambda: f"stopped; {interruption.how_to_continue(folder, saved)}"
         ),
-        run_folder.EndRecorded(folder if site.world.is_first else None),
-        run_folder.full_disk_explained(folder, saved),
-        run_folder.memory_explained(saved, first.phase),
+        interruption.EndRecorded(folder if site.world.is_first else None),
+        interruption.full_disk_explained(folder, saved),
+        interruption.memory_explained(saved, first.phase),
         contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=start.began, mark=mark)) as sinks,
     ):
         for each in sinks.trackers if start.graph is not None else ():
@@ -187,7 +174,7 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], star
             assert handed is not None, "a phase that another one follows is averaged"
             del state
             gc.collect()  # hooks on gradients keep the model in a reference cycle
-            with run_folder.memory_explained(saved, phases[0].phase):
+            with interruption.memory_explained(saved, phases[0].phase):
                 state = begin(phases[0], handed)
                 handed = train_phase(phases.popleft(), state, session, handed=handed)
     if options.run.temporary:
@@ -282,7 +269,7 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
     )
     if not options.logging.mlperf_logging:
         return opens()
-    submission = log.submission(
+    stated = submission_of(
         options,
         first.plan,
         weights=first.placement.trained,
@@ -291,4 +278,4 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
         began=began,
     )
     path = folder / f"result_{options.run.seed}.txt"
-    return opens(MlperfLog(path, submission, done=first.plan.place(update)[0]))
+    return opens(MlperfLog(path, stated, done=first.plan.place(update)[0]))

@@ -10,6 +10,7 @@ import torch
 
 import falconet
 from falconet.checkpoint import disk, format
+from falconet.checkpoint.manifest import Position
 from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.errors import NO_ROOM, CheckpointError, DiskError, DivergedError, UnsavedError
@@ -114,7 +115,7 @@ class Saving:
         assert self.last is not None
         return self.last
 
-    def was_due(self, progress: format.Progress) -> bool:
+    def was_due(self, progress: Position) -> bool:
         """Whether an uninterrupted run has this checkpoint too; assumed of those of other phases."""
         return progress.phase != self.plan.phase or self.plan.saved_in_turn(progress.epoch, progress.images)
 

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from falconet.checkpoint import format
+from falconet.checkpoint.manifest import Position
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands
 from falconet.config.fields import value_or
@@ -107,7 +107,7 @@ class Validation:
         self.output.style.averaged(validated, which=suffix)
 
     def other(
-        self, name: str, progress: format.Progress, report: Callable[[Validated], None], *, origin: Origin
+        self, name: str, progress: Position, report: Callable[[Validated], None], *, origin: Origin
     ) -> Evaluation:
         """Measure the model, which has the weights of another checkpoint, and `report` it."""
         begun = self.output.stopwatch.clock()

@@ -18,7 +18,7 @@ from falconet.errors import WorldError
 from falconet.parallel import environment
 from falconet.parallel.world import World
 from falconet.report.console import Screen, counted
-from falconet.train import run_folder
+from falconet.train import interruption, run_folder
 from falconet.train.preparation import Launch
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def start(command: str, line: Sequence[Setting], launch: Launch) -> int:
     try:
         code = run_workers(workers, progress=lambda: _names(saved), say=say)
     except WorldError as error:
-        raise WorldError(f"{error}; {run_folder.how_to_continue(home, saved)}") from None
+        raise WorldError(f"{error}; {interruption.how_to_continue(home, saved)}") from None
     finally:
         if run_folder.is_named_anew(options, launch.conventions):
             with contextlib.suppress(OSError):

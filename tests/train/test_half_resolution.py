@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from falconet.checkpoint import format
+from falconet.checkpoint.manifest import Position
 from falconet.errors import CheckpointError
 from falconet.parallel import world
 from half_resolution import EARLY, HALF, NAME, logged, metrics, tensors
@@ -44,7 +45,7 @@ def test_a_run_stopped_in_each_phase_continues_bit_for_bit(falconet, monkeypatch
     stopped_at(monkeypatch, falconet, f"{line} --run-dir other", 3)
     stopped_at(monkeypatch, falconet, "restore --checkpoint-input-path other", 11)
     manifest = format.read_manifest(format.newest_whole(Path("other"), note=print))
-    assert manifest.progress == format.Progress(epoch=2, images=24, update=11, phase=2, epoch_images=32)
+    assert manifest.progress == Position(epoch=2, images=24, update=11, phase=2, epoch_images=32)
     again = falconet("restore --checkpoint-input-path other")
     assert again.code == 0, again.err
     assert f"restored other/checkpoints/{NAME}_2+00003, update 11 of 16" in again.out
