@@ -163,7 +163,7 @@ class Loader:
 
         During a validation between both, they stay in memory, in that of the device if their photos are decoded there:
         as many as `Resources.images_held` says, up to 1 GiB, and an update that is on the device in any case.
-        `train/memory.py` counts them.
+        `Setup.images_held` in `train/setup.py` counts them.
         """
         yield from islice(begun.updates, max(number, 0))
         if begun.read in self._open:  # else the loader was closed

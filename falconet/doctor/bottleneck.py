@@ -23,8 +23,8 @@ from falconet.numerics.precision import REGIMES, automatic
 from falconet.train import fitting, preparation
 from falconet.train.build import BuiltPhase, Site, open_site, with_images
 from falconet.train.capture import WARM
-from falconet.train.placement import TrainingLoader
 from falconet.train.preparation import Launch
+from falconet.train.setup import TrainingLoader
 
 READ, DECODE, LOAD, AUGMENT, COPY, COMPUTE = "read", "decode", "load", "augment", "copy", "compute"
 READING, LOADING, COMPUTING, TRAINING = 1.0, 2.0, 3.0, 3.0  # seconds for each measurement

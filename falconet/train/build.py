@@ -56,9 +56,10 @@ from falconet.report import console
 from falconet.report.console import Say, Screen, counted
 from falconet.train import defaults, processes
 from falconet.train.capture import WARM, CapturedStep, Preparing
-from falconet.train.placement import Placement, Setup, WholeModel, numbered
+from falconet.train.placement import Placement, WholeModel
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
 from falconet.train.preparation import Launch
+from falconet.train.setup import Setup, numbered
 from falconet.train.step import LocalStep, Prepare, Step
 
 
@@ -290,7 +291,7 @@ class BuiltPhase:
             rank=grid.replicas.rank,
             copies=grid.replicas.size,
         )
-        attach_pieces(optimizer, self.model, shards=shards, numbers=self.placement.numbers())
+        attach_pieces(optimizer, self.model, shards=shards, numbers=self.placement.network.numbers)
         if options.parallel.offload_optimizer and device.type != "cpu":
             state.hosted = HostedState(optimizer, bucket_megabytes=options.parallel.bucket_size, device=device)
         if options.optimizer.ema_half_life is not None:
@@ -303,17 +304,17 @@ class BuiltPhase:
         return Treatment(
             undecayed=self._undecayed(),
             shares=self._shares(),
-            later=self.placement.later(),
-            orthogonal=orthogonal_names(self.placement.whole) if rule.optimizer == "muon" else frozenset(),
+            later=self.placement.network.later,
+            orthogonal=orthogonal_names(self.placement.network.model) if rule.optimizer == "muon" else frozenset(),
         )
 
     def _shares(self) -> dict[str, float]:
         """The shares of the learning rate, by the weights' depth and by their names."""
         rule = self.options.optimizer
-        shares = dict(self.placement.rate_shares(rule.layer_decay)) if rule.layer_decay != 1.0 else {}
+        shares = dict(self.placement.network.rate_shares(rule.layer_decay)) if rule.layer_decay != 1.0 else {}
         for pattern, factor in map(rate_share, rule.lr_share):
             with named_option("lr_share"):
-                for name in matching(self.placement.weights, [pattern]):
+                for name in matching(self.placement.network.weights, [pattern]):
                     shares[name] = shares.get(name, 1.0) * factor
         return shares
 
@@ -323,17 +324,19 @@ class BuiltPhase:
         if options.optimizer == "lars" and options.lars_skip:
             # Matched against all weights: a pattern may name those that --trainable freezes.
             with named_option("lars_skip"):
-                named = matching(self.placement.weights, options.lars_skip)
-            return named & frozenset(self.placement.trained)
+                named = matching(self.placement.network.weights, options.lars_skip)
+            return named & frozenset(self.placement.network.trained)
         return undecayed_names(self.model, options.weight_decay_exclude)
 
     def step(self, state: TrainState, *, preparing: Preparing = nullcontext, warm: int = WARM) -> Step:
         """`preparing`: the context in which kernels are compiled and updates captured. `warm`: updates before that."""
-        step = self.placement.step(state, replicas=self.replicas, offender=self.offender)
-        if self.uncaptured:
-            return step
-        assert isinstance(step, LocalStep)
-        return CapturedStep(step, self.site.world, note=self.site.note, preparing=preparing, warm=warm)
+
+        def capture(step: LocalStep) -> Step:
+            if self.uncaptured:
+                return step
+            return CapturedStep(step, self.site.world, note=self.site.note, preparing=preparing, warm=warm)
+
+        return self.placement.step(state, replicas=self.replicas, offender=self.offender, capture=capture)
 
     @property
     def uncaptured(self) -> str | None:
@@ -342,8 +345,8 @@ class BuiltPhase:
             return "there is no CUDA device"
         if not self.options.machine.capture:
             return "--no-capture"
-        if self.launch.division.stages > 1:
-            return "stages of a pipeline wait for one another"
+        if self.placement.uncaptured:
+            return self.placement.uncaptured
         if self.options.parallel.offload_optimizer:
             return "the optimizer's state is in host memory"
         return None

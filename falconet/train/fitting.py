@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits into memory, found by trying."""
+"""Whether a run fits into memory: a warning where it is predicted not to, and the micro-batch that does, by trying."""
 
 import gc
 from bisect import bisect_left
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands
@@ -28,12 +29,59 @@ from falconet.train import memory, processes
 from falconet.train.build import BuiltPhase, Site, open_site, phases_built
 from falconet.train.capture import WARM
 from falconet.train.defaults import batch_for
+from falconet.train.memory import GIB
 from falconet.train.preparation import Launch
 from falconet.train.validation import validation_batch
 
 SPARE = 1 / 32  # of a device's memory: what its allocator may not find in one piece in a longer run
 UPDATES = 2  # of a trial: the first one creates the optimizer's state
 SOURCE = "trials of --micro-batch-size auto"
+
+
+def warning(built: BuiltPhase, model: nn.Module | None = None) -> str | None:
+    """One line if a phase is predicted to need more than there is, with what is predicted to fit.
+
+    `model`: as it is trained; None: for a plan, a copy of the one that would be.
+    """
+    device, size, asked = built.site.world.device, built.shape.micro_batch, built.options.parallel.pipeline_schedule
+    have = memory.capacity(device, built.launch.division.processes)
+    outlook = built.placement.outlook(model)
+    if outlook is None or outlook.of(size, asked) <= have:
+        return None
+    total = size * _accumulation(built)
+    smaller = [each for each in _sizes(built, total) if each < size]
+    tried = [(each, schedule) for each in (size, *reversed(smaller)) for schedule in outlook.schedules]
+    fitting = next(((each, schedule) for each, schedule in tried if outlook.of(each, schedule) <= have), None)
+    helps = outlook.helps
+    if fitting:
+        other, schedule = fitting
+        words = [f"--pipeline-schedule {schedule}"] if schedule != asked else []
+        words += [_batch_options(other, total, which=built.phase.prefix)] if other != size else []
+        helps = f"{' '.join(words)} is predicted to need {outlook.of(*fitting) / GIB:.2f} GiB"
+    return (
+        f"warning: {outlook.subject}predicted to need {outlook.of(size, asked) / GIB:.2f} GiB, but {device} has"
+        f" {have / GIB:.2f} GiB{outlook.share}; {helps}"
+    )
+
+
+def _accumulation(built: BuiltPhase) -> int:
+    """Micro-batches per update as asked for: not those of the replicas that run."""
+    return built.options.training.gradient_accumulation
+
+
+def _batch_options(micro_batch: int, total: int, *, which: str) -> str:
+    """The options to type; `which`: how those of a later phase begin."""
+    return f"--{which}micro-batch-size {micro_batch} --{which}gradient-accumulation {total // micro_batch}"
+
+
+def _sizes(built: BuiltPhase, total: int) -> list[int]:
+    """The micro-batches that make updates of so many images."""
+    return divisors(total, least=least_micro_batch(built.options.augmentation))
+
+
+def divisors(number: int, *, least: int = 1) -> list[int]:
+    """The divisors of a number in ascending order, from `least`."""
+    return [size for size in range(least, number + 1) if number % size == 0]
 
 
 def largest(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | None:
@@ -103,7 +151,7 @@ def _try(built: BuiltPhase, *, messages: bool) -> None:
     device, shape, side = built.site.world.device, built.shape, built.images.training.image_size
     state = built.new_state()
     step = built.step(state)
-    held = [memory.black(memory.images_held(built), side, device)]
+    held = [memory.black(built.placement.setup.images_held, side, device)]
     if device.type == "cuda":
         held += [torch.empty(int(SPARE * memory.capacity(device)), dtype=torch.uint8, device=device)]
     if messages:  # replicas send copies of the gradients
@@ -179,7 +227,7 @@ def with_micro_batch(launch: Launch, site: Site) -> Launch:
     (built, *_) = phases_built(replace(launch, loaded=replace(launch.loaded, options=first)), site)
     launch = replace(launch, images=built.full_size)
     trials = Trials(launch, site, total)
-    sizes = memory.divisors(total, least=least_micro_batch(options.augmentation))
+    sizes = divisors(total, least=least_micro_batch(options.augmentation))
     own = largest(sizes, trials.fits) or 0
     found_by_all = -int(site.world.max(torch.tensor(-own, device=site.world.device)))
     if not found_by_all:
@@ -214,12 +262,11 @@ def answer(error: ShortageError, launch: Launch) -> DeviceError:
     say: Say = site.screen.line
     say(f"{error.short}; looking for a micro-batch that fits")
     built = phases_built(launch, site)[error.phase - 1]
-    size, least = built.options.data.micro_batch, least_micro_batch(built.options.augmentation)
-    total = size * built.options.training.gradient_accumulation
+    size, total = built.options.data.micro_batch, built.options.data.micro_batch * _accumulation(built)
     trials = Trials(replace(launch, images=built.full_size), site, total, phase=error.phase)
-    smaller = [other for other in memory.divisors(total, least=least) if other < size]
+    smaller = [other for other in _sizes(built, total) if other < size]
     found = largest(smaller, trials.fits)
     if found is None:
         return error
-    asked = memory.batch_line(found, total, which=built.phase.prefix)
+    asked = _batch_options(found, total, which=built.phase.prefix)
     return DeviceError(f"{error.short}; {asked} fits here, with the same updates of {total} images; {error.after}")

@@ -17,8 +17,8 @@ from falconet.data.loader import FOREVER
 from falconet.errors import ConfigError
 from falconet.report.console import Counting
 from falconet.train.build import BuiltPhase, Site
-from falconet.train.placement import TrainingLoader
 from falconet.train.preparation import Launch
+from falconet.train.setup import TrainingLoader
 
 JSON, PLOT = "lr_finder.json", "lr_finder.svg"
 SOURCE = "range test of --lr auto"

@@ -29,9 +29,9 @@ from falconet.report.throughput import Stopwatch
 from falconet.train import (
     build,
     conclusion,
+    fitting,
     interruption,
     loop,
-    memory,
     memory_report,
     record,
     resume,
@@ -43,12 +43,12 @@ from falconet.train.capture import WARM
 from falconet.train.log import Log, Output, weight_drawing
 from falconet.train.loop import Watch
 from falconet.train.metrics import Best, Measurements, NotFiniteError
-from falconet.train.placement import TrainingLoader
 from falconet.train.plan import Plan
 from falconet.train.preparation import Launch
 from falconet.train.profiled_step import LOOKED, ProfiledStep, Subject
 from falconet.train.record import Recorder
 from falconet.train.save import Identity, Saving
+from falconet.train.setup import TrainingLoader
 from falconet.train.step import ShownStep, Step, TimedStep, moments_of
 from falconet.train.stop import StopRequest
 from falconet.train.summary import Ending
@@ -113,7 +113,7 @@ def train_phase(
 ) -> Handover | None:
     """Make the updates of a phase and what follows them; returns what it leaves to a next one."""
     world, screen, folder = built.site.world, built.site.screen, session.folder
-    if warning := memory.warning(built, state.model):
+    if warning := fitting.warning(built, state.model):
         screen.line(warning)
     loader = built.placement.loader()
     stopwatch = Stopwatch(moments=moments_of(world.device), seconds=state.progress.seconds)
@@ -312,8 +312,8 @@ def _open_style(built: BuiltPhase, folder: Path, *, sinks: Sequence[Sink]) -> St
             options={name: value_of(asked, option) for name, option in options_of(type(asked)).items()},
             typed=conventions.typed,
             folder=folder,
-            model=built.placement.layers,
-            parameters=built.placement.parameters,
+            model=built.placement.network.layers,
+            parameters=built.placement.network.parameters,
             global_batch=built.plan.global_batch,
             replicas=built.plan.replicas,
             stages=rules.stages_of(options.parallel),
@@ -383,7 +383,7 @@ def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> 
 
 
 def _log(built: BuiltPhase, state: TrainState, session: Session, *, output: Output) -> Log:
-    trained, stages, stopwatch = built.placement.trained, built.site.grid.stages, output.stopwatch
+    trained, stages, stopwatch = built.placement.network.trained, built.site.grid.stages, output.stopwatch
     also = [lambda update: session.sinks.write_times(update, stopwatch.update_seconds())]
     if built.options.logging.weight_histogram and built.site.grid.replicas.rank == 0:
         trackers = session.sinks.trackers

@@ -28,7 +28,6 @@ from falconet.train import (
     fitting,
     interruption,
     lr_finder,
-    memory,
     plan_text,
     record,
     resume,
@@ -93,7 +92,7 @@ def _carried_out(launch: Launch) -> int:
             screen.line(line)
         plan += found_rate
         if options.run.plan:
-            for warning in filter(None, map(memory.warning, built)):
+            for warning in filter(None, map(fitting.warning, built)):
                 screen.line(warning)
             screen.line("")
             screen.line(launch.loaded.to_yaml().rstrip())
@@ -124,7 +123,7 @@ def _layers(built: BuiltPhase) -> list[Row]:
         return []
     # With CUDA the compiler is imported anyway; without, an image takes less than a hundredth of an update.
     on: Literal["cpu", "meta"] = "meta" if built.site.world.device.type == "cuda" else "cpu"
-    return layer_table(built.placement.whole, image_size=built.images.preprocessing.image_size, on=on)
+    return layer_table(built.placement.network.model, image_size=built.images.preprocessing.image_size, on=on)
 
 
 def _graph(built: BuiltPhase) -> Any:
@@ -134,7 +133,7 @@ def _graph(built: BuiltPhase) -> Any:
     from falconet.report.tensorboard import graph_of
 
     size = built.images.preprocessing.image_size
-    return graph_of(built.placement.whole, image_size=size, say=built.site.screen.line)
+    return graph_of(built.placement.network.model, image_size=size, say=built.site.screen.line)
 
 
 def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], start: Start) -> int:
@@ -272,7 +271,7 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
     stated = submission_of(
         options,
         first.plan,
-        weights=first.placement.trained,
+        weights=first.placement.network.trained,
         validated=len(first.images.validation),
         epochs=phases[-1].plan.last_epoch,
         began=began,

@@ -1,4 +1,4 @@
-"""Memory that does not suffice: the micro-batch that does, found by trying."""
+"""Memory that does not suffice: a warning where that is predicted, and the micro-batch that does, found by trying."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from falconet.checkpoint import format
 from falconet.evaluation import evaluate
 from falconet.train import build, fitting, memory, step
 from layouts import class_folders
+from phases import built
 from runs import assert_bitwise, begin, finish, stop_at
 from tiny import TINY
 
@@ -25,7 +26,7 @@ def test_the_largest_that_fits_is_found_in_few_trials(most, total):
         tried.append(size)
         return size <= most
 
-    sizes = memory.divisors(total)
+    sizes = fitting.divisors(total)
     assert fitting.largest(sizes, fits) == max(size for size in sizes if size <= most)
     assert len(tried) <= 1 + len(sizes).bit_length()
     assert tried[0] == total
@@ -34,6 +35,70 @@ def test_the_largest_that_fits_is_found_in_few_trials(most, total):
 def test_nothing_is_found_where_nothing_fits():
     assert fitting.largest([2, 3, 6], lambda _: False) is None
     assert fitting.largest([], lambda _: True) is None
+
+
+def test_divisors_leave_partners_for_mixing():
+    assert fitting.divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert fitting.divisors(12, least=3) == [3, 4, 6, 12]
+
+
+def test_too_little_memory_is_a_warning_before_the_first_update(falconet, monkeypatch):
+    phase = built(TINY)
+    need = phase.placement.need(phase.model)
+    monkeypatch.setattr(memory, "capacity", lambda *_: need.of(5))
+    answer = falconet(f"train {TINY} --run-dir r")
+    assert answer.code == 0
+    (line,) = [line for line in answer.out.splitlines() if "warning" in line]
+    assert line.startswith(
+        "warning: predicted to need 0.00 GiB, but cpu has 0.00 GiB; --micro-batch-size 4 --gradient-"
+    )
+    assert line.endswith("--gradient-accumulation 2 is predicted to need 0.00 GiB")
+    assert answer.out.index(line) < answer.out.index("train loss")
+
+
+def test_a_plan_warns_of_too_little_memory(falconet, monkeypatch):
+    phase = built(TINY)
+    need = phase.placement.need(phase.model)
+    monkeypatch.setattr(memory, "capacity", lambda *_: need.of(5))
+    answer = falconet(f"train {TINY} --plan")
+    assert "; --micro-batch-size 4 --gradient-accumulation 2 is predicted to need 0.00 GiB\n" in answer.out
+    assert "warning" not in falconet(f"train {TINY} --micro-batch-size 4 --gradient-accumulation 2 --plan").out
+
+
+STAGED = f"{TINY} --model resnet20-cifar --image-size 64 --gradient-accumulation 16 --pipeline-splits layer2/0"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "size", "advice"),
+    [
+        ("interleaved", 8, "--pipeline-schedule interleaved is"),
+        ("interleaved", 4, "--pipeline-schedule interleaved --micro-batch-size 4 --gradient-accumulation 32 is"),
+        ("interleaved", 1, "--pipeline-schedule interleaved --micro-batch-size 1 --gradient-accumulation 128 is"),
+    ],
+)
+def test_stages_that_do_not_fit_are_a_warning_with_what_does(falconet, monkeypatch, schedule, size, advice):
+    phase = built(f"{STAGED} --device cpu")
+    monkeypatch.setattr(memory, "capacity", lambda *_: sum(phase.placement.needs(size, schedule)) // 2 + 1)
+    answer = falconet(f"train {STAGED} --plan")
+    (line,) = [line for line in answer.out.splitlines() if "warning" in line]
+    assert line.startswith("warning: a stage on average is predicted to need 0.0")
+    assert f" GiB for each; {advice}" in line
+
+
+def test_stages_of_which_nothing_fits_are_a_warning(falconet, monkeypatch):
+    monkeypatch.setattr(memory, "capacity", lambda *_: 1000)
+    answer = falconet(f"train {STAGED} --plan")
+    assert "for each; expected more --pipeline-splits, fewer images per update or smaller ones\n" in answer.out
+
+
+def test_stages_that_fit_are_not_mentioned(falconet, monkeypatch):
+    phase = built(f"{STAGED} --device cpu")
+    monkeypatch.setattr(memory, "capacity", lambda *_: sum(phase.placement.needs(8, "grouped")) // 2 + 1)
+    assert "warning" not in falconet(f"train {STAGED} --plan").out
+
+
+def test_enough_memory_is_not_mentioned(falconet):
+    assert "predicted" not in falconet(f"train {TINY} --run-dir r").out
 
 
 @pytest.fixture

@@ -5,30 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from falconet.config.commands import TrainOptions
-from falconet.config.load import load
 from falconet.data.buffers import Batch
 from falconet.data.input import Input
 from falconet.models import fusion, zoo
 from falconet.numerics.precision import REGIMES
-from falconet.train import build, fitting, memory, preparation
+from falconet.train import fitting, memory
+from phases import built
 from tiny import TINY
 
 GPU = "--data generated --image-size 224 --classes 1000 --iterations 2 --epoch 1 --warmup-epoch 0 --device cuda"
-
-
-def test_divisors_leave_partners_for_mixing():
-    assert memory.divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert memory.divisors(12, least=3) == [3, 4, 6, 12]
-
-
-def built(line):
-    from falconet.config.fields import options_of
-    from falconet.config.settings import from_line
-
-    loaded = load(TrainOptions, from_line(line.split(), options_of(TrainOptions)))
-    launch = preparation.prepare(loaded)
-    return build.BuiltPhase(launch, build.open_site(launch))
 
 
 MODELS = (
@@ -45,7 +30,7 @@ def test_predicted_activations_are_what_a_training_pass_keeps(model):
     phase = built(f"{TINY} --image-size 64 --model {model}")
     made = phase.new_state()
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
-    need = memory.predicted(phase, made.model)
+    need = phase.placement.need(made.model)
     after = made.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)  # nothing has changed
     kept = {}
@@ -70,14 +55,14 @@ def test_predicted_activations_are_what_a_training_pass_keeps(model):
 def test_weights_gradients_and_state_are_predicted_exactly():
     phase = built(f"{TINY} --optimizer adamw --ema-half-life 1")
     weights = sum(p.numel() for p in phase.model.parameters())
-    assert memory.predicted(phase, phase.model).fixed == 5 * 4 * weights + 2 * 8 * 3 * 16 * 16
+    assert phase.placement.need(phase.model).fixed == 5 * 4 * weights + 2 * 8 * 3 * 16 * 16
 
 
 def test_images_that_wait_on_the_device_are_counted_in_updates_and_validations(monkeypatch):
     phase, held = built(TINY), []
-    without = memory.predicted(phase, phase.model).fixed
+    without = phase.placement.need(phase.model).fixed
     monkeypatch.setattr(Input, "images_on_device", lambda *_, **__: 5)
-    assert memory.predicted(phase, phase.model).fixed == without + 5 * 3 * 16 * 16
+    assert phase.placement.need(phase.model).fixed == without + 5 * 3 * 16 * 16
     plain = memory.black
     monkeypatch.setattr(memory, "black", lambda images, *rest: held.append(plain(images, *rest)) or held[-1])
     fitting._try(phase, messages=False)
@@ -87,7 +72,7 @@ def test_images_that_wait_on_the_device_are_counted_in_updates_and_validations(m
 def test_weights_cast_by_autocast_are_counted_once_not_per_image():
     line = f"{TINY} --image-size 64 --model resnet50"
     half, full = (built(f"{line} --precision {name}") for name in ("bf16.32", "32.32"))
-    need, other = (memory.predicted(phase, phase.model) for phase in (half, full))
+    need, other = (phase.placement.need(phase.model) for phase in (half, full))
     casts = 2 * sum(p.numel() for p in half.model.parameters() if p.ndim > 1)
     assert need.fixed - other.fixed == pytest.approx(casts, rel=0.01)
     assert need.per_image < 0.6 * other.per_image  # with the casts it was more
@@ -97,63 +82,8 @@ def test_a_micro_batch_of_one_is_predicted_from_one_image(monkeypatch):
     phase, sizes = built(f"{TINY} --micro-batch-size 1"), []
     plain = memory.black
     monkeypatch.setattr(memory, "black", lambda images, *rest: sizes.append(images) or plain(images, *rest))
-    assert memory.predicted(phase, phase.model) is not None
+    assert phase.placement.need(phase.model) is not None
     assert sizes == [1]
-
-
-def test_too_little_memory_is_a_warning_before_the_first_update(falconet, monkeypatch):
-    phase = built(TINY)
-    need = memory.predicted(phase, phase.model)
-    monkeypatch.setattr(memory, "capacity", lambda *_: need.of(5))
-    answer = falconet(f"train {TINY} --run-dir r")
-    assert answer.code == 0
-    (line,) = [line for line in answer.out.splitlines() if "warning" in line]
-    assert line.startswith(
-        "warning: predicted to need 0.00 GiB, but cpu has 0.00 GiB; --micro-batch-size 4 --gradient-"
-    )
-    assert line.endswith("--gradient-accumulation 2 is predicted to need 0.00 GiB")
-    assert answer.out.index(line) < answer.out.index("train loss")
-
-
-def test_a_plan_warns_of_too_little_memory(falconet, monkeypatch):
-    phase = built(TINY)
-    need = memory.predicted(phase, phase.model)
-    monkeypatch.setattr(memory, "capacity", lambda *_: need.of(5))
-    answer = falconet(f"train {TINY} --plan")
-    assert "; --micro-batch-size 4 --gradient-accumulation 2 is predicted to need 0.00 GiB\n" in answer.out
-    assert "warning" not in falconet(f"train {TINY} --micro-batch-size 4 --gradient-accumulation 2 --plan").out
-
-
-STAGED = f"{TINY} --model resnet20-cifar --image-size 64 --gradient-accumulation 16 --pipeline-splits layer2/0"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "size", "advice"),
-    [
-        ("interleaved", 8, "--pipeline-schedule interleaved is"),
-        ("interleaved", 4, "--pipeline-schedule interleaved --micro-batch-size 4 --gradient-accumulation 32 is"),
-        ("interleaved", 1, "--pipeline-schedule interleaved --micro-batch-size 1 --gradient-accumulation 128 is"),
-    ],
-)
-def test_stages_that_do_not_fit_are_a_warning_with_what_does(falconet, monkeypatch, schedule, size, advice):
-    phase = built(f"{STAGED} --device cpu")
-    monkeypatch.setattr(memory, "capacity", lambda *_: sum(phase.placement.needs(size, schedule)) // 2 + 1)
-    answer = falconet(f"train {STAGED} --plan")
-    (line,) = [line for line in answer.out.splitlines() if "warning" in line]
-    assert line.startswith("warning: a stage on average is predicted to need 0.0")
-    assert f" GiB for each; {advice}" in line
-
-
-def test_stages_of_which_nothing_fits_are_a_warning(falconet, monkeypatch):
-    monkeypatch.setattr(memory, "capacity", lambda *_: 1000)
-    answer = falconet(f"train {STAGED} --plan")
-    assert "for each; expected more --pipeline-splits, fewer images per update or smaller ones\n" in answer.out
-
-
-def test_stages_that_fit_are_not_mentioned(falconet, monkeypatch):
-    phase = built(f"{STAGED} --device cpu")
-    monkeypatch.setattr(memory, "capacity", lambda *_: sum(phase.placement.needs(8, "grouped")) // 2 + 1)
-    assert "warning" not in falconet(f"train {STAGED} --plan").out
 
 
 def test_the_processes_of_a_plan_share_the_memory_of_the_host(monkeypatch):
@@ -162,13 +92,9 @@ def test_the_processes_of_a_plan_share_the_memory_of_the_host(monkeypatch):
     assert memory.capacity(torch.device("cpu"), 4) == 300
 
 
-def test_enough_memory_is_not_mentioned(falconet):
-    assert "predicted" not in falconet(f"train {TINY} --run-dir r").out
-
-
 def test_recomputed_layers_by_name_are_not_predicted():
     phase = built(f"{TINY} --enable-recompute --recompute-checkpoints layer1/.*")
-    assert memory.predicted(phase, phase.model) is None
+    assert phase.placement.need(phase.model) is None
 
 
 def kept_by(model, precision, *, side):
@@ -176,7 +102,7 @@ def kept_by(model, precision, *, side):
     fused, regime = fusion.fuse(model).model, REGIMES[precision]
 
     def forward(images, keep):
-        regime.run(memory._Fused(fused, keep).run, torch.zeros(images, side, side, 3).permute(0, 3, 1, 2))
+        regime.run(memory.FusedPass(fused, keep).run, torch.zeros(images, side, side, 3).permute(0, 3, 1, 2))
 
     one, two = (memory._saved(model, partial(forward, images)) for images in (1, 2))
     return one, [more - less for less, more in zip(one, two, strict=True)]
@@ -214,7 +140,7 @@ def test_the_prediction_is_near_what_torch_allocates(model, precision):
     """Prints both, for docs/using/troubleshooting.md."""
     phase = built(f"{GPU} --model {model} --precision {precision} --micro-batch-size 64")
     made = phase.new_state()
-    need = memory.predicted(phase, made.model).of(64)
+    need = phase.placement.need(made.model).of(64)
     fitting.release(torch.device("cuda"))
     torch.cuda.reset_peak_memory_stats()
     stepping, held = phase.step(made), [memory.black(128, 224, torch.device("cuda"))]
