@@ -22,8 +22,9 @@ from falconet.parallel.pipeline import Pipeline, StagePlace
 from falconet.parallel.world import World
 from falconet.train import build, plan_text, preparation
 from falconet.train.metrics import Meter
-from falconet.train.phase import begin, identity_of
+from falconet.train.phase import begin
 from falconet.train.pipeline_step import non_finite_of_stages
+from falconet.train.save import identity_of
 
 VARIABLES = ("RANK", "WORLD_SIZE")
 

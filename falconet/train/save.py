@@ -10,16 +10,18 @@ import torch
 
 import falconet
 from falconet.checkpoint import disk, format
-from falconet.checkpoint.manifest import Position
+from falconet.checkpoint.manifest import IMAGES, SEVERAL_LABELS, Position
 from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.errors import NO_ROOM, CheckpointError, DiskError, DivergedError, UnsavedError
 from falconet.evaluation.evaluate import never
 from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
+from falconet.train.build import BuiltPhase
 from falconet.train.log import Output
 from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan
+from falconet.train.preparation import Launch
 
 SHORTEST, LONGEST = 1.0, 30.0  # seconds between two attempts to save while the run is paused
 PATIENCE = 3600.0  # seconds that a paused run keeps trying
@@ -42,6 +44,42 @@ class Identity:
         safe = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in self.model)
         within = f"+{updates:05d}" if updates else ""
         return f"{safe}_{self.data}_{epoch}{within}"
+
+
+def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> Identity:
+    """What the checkpoints of a run state about themselves."""
+    site, images = built.site, built.images
+    return Identity(
+        model=built.options.model.model,
+        data=built.options.data.data,
+        classes=images.classes,
+        run=mark,
+        content={
+            "class_names": list(images.class_names),
+            **({SEVERAL_LABELS: True} if images.label_sets is not None else {}),
+            "preprocessing": images.preprocessing.to_json(),
+            IMAGES: images.fingerprint(),
+            "config": built.launch.stored(),
+            "plan": built.plan.lines(),
+            "initial_weights": _initial_weights(built.launch),
+            "runtime": {
+                "threads": site.threads,
+                "processes": site.world.size,
+                "splits": list(built.placement.splits),
+                "device": str(site.world.device),
+                "run_dir": str(folder),
+                "cuda": torch.version.cuda,
+            },
+        },
+    )
+
+
+def _initial_weights(launch: Launch) -> str | None:
+    """What the run's weights were before its first update, if they were pretrained; kept by a restored run."""
+    if launch.initial:
+        return launch.initial.source
+    stored = launch.restored.manifest.content.get("initial_weights") if launch.restored else None
+    return stored if isinstance(stored, str) else None
 
 
 @dataclass(kw_only=True)
