@@ -159,7 +159,7 @@ def _check_labels(images: Dataset, launch: Launch) -> None:
             "--sampler: got 'balanced', but photos with several labels have no one class to draw by; expected"
             " --class-weights balanced"
         )
-    if not launch.conventions.is_ours:
+    if not launch.conventions.takes_several_labels:
         require_accuracy(images, "falconet train")
 
 
@@ -357,7 +357,7 @@ def _compile_ahead(rehearse: Callable[[], None], *, launch: Launch, site: Site, 
     from falconet.numerics.kernels.compilation import Compilation  # Triton comes with CUDA only
 
     def report(number: int) -> None:
-        if launch.conventions.is_ours:
+        if launch.conventions.shows_compilation:
             site.screen.line(f"compiling {counted(number, 'kernel')} for {network}")
 
     place = launch.place if site.world.size > 1 else None  # a process that tries something is alone

@@ -264,7 +264,7 @@ class RunningPhase:
             summary.hand_over(log, ending, session.sinks.trackers)
         end = self._recorder.ended if built.phase.is_last else self._recorder.phase_ended
         report = end(update)
-        is_told = built.launch.conventions.is_ours and not built.options.run.temporary
+        is_told = built.launch.conventions.shows_report and not built.options.run.temporary
         summary.show(session.folder, log, replace(ending, report=report if is_told else None))
 
     @property

@@ -118,7 +118,7 @@ def decide(launch: Launch, site: Site) -> Decided:
     current = resume.current_phase(phases_of(options), settled.loaded, settled.restored)
     phases = build.phases_built(settled, site)
     plan = [line for each in phases for line in plan_text.describe(each)]
-    is_whole = options.run.plan or not launch.conventions.is_ours  # the originals' users always see all of it
+    is_whole = options.run.plan or settled.conventions.prints_whole_plan
     shown = plan if is_whole else [line for each in phases for line in plan_text.brief(each)]
     found = [finding.line()] if finding else []
     notes = [*effects.notes(options, settled.loaded.sources), *settled.division.notes, *settled.notes]

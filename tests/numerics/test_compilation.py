@@ -435,13 +435,13 @@ def test_other_threads_launch_meanwhile(monkeypatch):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(("is_ours", "printed"), [(True, ["compiling 4 kernels for resnet50"]), (False, [])])
-def test_one_line_names_number_and_network_except_in_the_originals_output(is_ours, printed, monkeypatch):
+@pytest.mark.parametrize(("is_shown", "printed"), [(True, ["compiling 4 kernels for resnet50"]), (False, [])])
+def test_one_line_names_number_and_network_except_in_the_originals_output(is_shown, printed, monkeypatch):
     monkeypatch.setattr(compilation, "PATIENCE", 0.0)
     lines = []
     site = SimpleNamespace(
         world=SimpleNamespace(size=1, barrier=lambda operation: None), screen=SimpleNamespace(line=lines.append)
     )
-    launch = SimpleNamespace(place=None, conventions=SimpleNamespace(is_ours=is_ours))
+    launch = SimpleNamespace(place=None, conventions=SimpleNamespace(shows_compilation=is_shown))
     build._compile_ahead(launch_all, launch=launch, site=site, network="resnet50")
     assert lines == printed
