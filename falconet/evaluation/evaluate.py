@@ -62,17 +62,17 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """By which models are compared, in percent: the accuracy, or the mean average precision."""
+        """The number by which models are compared, in percent: the accuracy, or the mean average precision."""
         return self.accuracy if self.metric is ACCURACY else average_precision.mean(self.by_class) or 0.0
 
     @property
     def accuracy(self) -> float:
-        """In percent; of images with several labels, those for which all labels are right."""
+        """The accuracy in percent; of images with several labels, those for which all labels are right."""
         return 100.0 * self.top1 / self.images
 
     @property
     def top5_accuracy(self) -> float:
-        """In percent."""
+        """The accuracy in percent if the right class is among the best five."""
         return 100.0 * self.top5 / self.images
 
     def __repr__(self) -> str:

@@ -139,7 +139,7 @@ def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.Tr
 def _with_length(
     loaded: Loaded[commands.TrainOptions], images: Dataset | None
 ) -> tuple[Loaded[commands.TrainOptions], Dataset | None]:
-    """With epochs for the number of images, and a batch and a warm-up that suit them, unless the line states those."""
+    """The options with epochs, batch and warm-up for the number of images, unless the line states them."""
     options = loaded.options
     is_open = {name: loaded.sources.get(name) == source_of(PHOTOS) for name in LOWERED}
     if options.training.epoch != "auto" and not any(is_open.values()):

@@ -119,7 +119,7 @@ class Log:
         return {"train/loss": epoch.mean_loss, f"train/{self.metric.training}": epoch.accuracy}
 
     def end(self) -> None:
-        """After the last update."""
+        """End what is printed of the updates, after the last one."""
         stopwatch = self.output.stopwatch
         self.output.style.end(trained=stopwatch.lap().seconds - self._before, whole=self.seconds)
 

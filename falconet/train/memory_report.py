@@ -46,7 +46,7 @@ class Memory:
         return cls(**held)
 
     def told(self) -> dict[str, str]:
-        """For the summary: what sharding and offloading save, where there is any."""
+        """The lines of the summary on what sharding and offloading save, where they do."""
         state, lines = self.optimizer_state, {}
         if state.both < self.whole_state or (state.host and self.weights.device):
             lines["weights"] = f"{_megabytes(self.weights.both)}, gradients {_megabytes(self.gradients.both)}"
@@ -74,7 +74,7 @@ class StageMemory:
 
 
 def told(stages: Sequence[StageMemory], *, replicas: int) -> dict[str, str]:
-    """For the summary: the peak, and what dividing and offloading save; of several stages, all numbers of each."""
+    """The lines of the summary: the peak, and what dividing and offloading save; of several stages, all of each."""
     peaks = [f"{stage.peak / 2**30:.2f} GiB" for stage in stages]
     if len(stages) == 1:
         return {"peak memory": peaks[0] + (" per process, at most" if replicas > 1 else "")} | stages[0].held.told()

@@ -96,7 +96,7 @@ class Meter:
 
 
 def _to_host(values: Tensor) -> Tensor:
-    """Where they are when the device has come to the copy; in pinned memory, or it would be waited for."""
+    """Send values to the host: there when the device has come to the copy, and pinned, or it would be waited for."""
     return values.to("cpu", non_blocking=True)
 
 

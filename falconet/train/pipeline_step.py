@@ -163,7 +163,7 @@ class _Passes:
             self._passed()
 
     def end(self) -> None:
-        """After the update's last pass: a parameter without a part in the loss has left the count unfinished."""
+        """End an update after its last pass: a parameter without a part in the loss has left the count unfinished."""
         if self._missing != self._count:
             self._missing = self._count
             self._passed()
@@ -364,7 +364,7 @@ class StagedModel:
         return needs
 
     def outlook(self, model: nn.Module | None) -> Outlook:  # noqa: ARG002, stages are measured by their footprints
-        """Each stage has its own device; on a host, all share the memory. First another schedule is tried."""
+        """The outlook of stages, each with its own device; on a host, all share the memory."""
         is_apart, parallel = self.setup.device.type == "cuda", self.setup.options.parallel
         accumulation, kind = self.setup.options.training.gradient_accumulation, parallel.pipeline_schedule
 
@@ -383,7 +383,7 @@ class StagedModel:
 
     @property
     def _copies(self) -> int:
-        """Of an update's images on the first stage: as loaded, joined for the schedule, and the next update's."""
+        """The copies of images on the first stage: as loaded, joined for the schedule, and those of the next update."""
         return 3 if self.setup.device.type == "cuda" else 2
 
     def stages(self) -> Stages:

@@ -53,9 +53,9 @@ class Launch:
 
 
 def prepare(loaded: Options, restored: Checkpoint | None = None, *, conventions: Conventions = FALCONET) -> Launch:
-    """Settle the options of a run, with the weights downloaded and the photos opened that decide them, and divide it.
+    """Download the weights and open the photos of a new run, settle its options, and divide it among processes.
 
-    One process on each of several hosts meets the others. No process is started, and nothing is written.
+    One process on each of several hosts meets the others. None is started.
     """
     place = environment.find_place(os.environ)
     processes.check_stages(rules.stages_of(loaded.options.parallel))

@@ -217,7 +217,7 @@ class Page:
             tracker.write_pictures(update, "first_batch", shown)
 
     def show_answers(self, content: Mapping[str, Any], class_names: Sequence[str]) -> None:
-        """Of the best validation, as it is written for the report."""
+        """Give trackers what the best validation answered, as it is written for the report."""
         update: int = content["update"]
         confusion = Confusion(class_names, content["confusion"]["cells"])
         mistakes = [
@@ -234,7 +234,7 @@ def _shown(caption: str, picture: Pictured) -> Picture:
 
 
 class NoPage(Page):
-    """For a run folder that is removed at the end: a page is written only if it stays."""
+    """The page in a run folder that is removed at the end: written only if the folder stays."""
 
     def is_due(self) -> bool:
         return False

@@ -223,7 +223,7 @@ class Saving:
             raise KeyboardInterrupt
 
     def _has_room(self) -> bool:
-        """Without writing a checkpoint that ends in the middle, over and over."""
+        """Whether there is room, found without writing a checkpoint that ends in the middle, over and over."""
         sizes, full = self._sizes(), False
         if self.world.is_first:
             try:

@@ -154,7 +154,7 @@ class Setup:
         return self.images.normalise(self.device)
 
     def normalise_to(self, channels: int) -> Normalise:
-        """In the regime's own format, unless images are mixed, which takes full precision."""
+        """The normalisation into the regime's own format, unless images are mixed, which takes full precision."""
         is_mixed = rules.least_micro_batch(self.options.augmentation) > 1
         is_direct = self.device.type == "cuda" and not is_mixed
         dtype = self.regime.formats(self.device)["activations"] if is_direct else torch.float32

@@ -39,7 +39,7 @@ class Ending:
     draws: bool = False  # plots beside it
 
     def after(self, before: "Ending") -> "Ending":
-        """With the time, images and energy of the phases before, as far as this process trained them."""
+        """The same with the time, images and energy of the phases before, as far as this process trained them."""
         return replace(
             self,
             rate=before.rate + self.rate,

@@ -55,7 +55,7 @@ class Validation:
     seconds: float = 0.0  # of all validations in this process, moving averages included
 
     def run(self) -> bool:
-        """Whether it was completed; a run that is asked to stop meanwhile leaves it, with nothing written."""
+        """Validate; return whether it was completed. A run that is asked to stop leaves it, with nothing written."""
         stopwatch, update = self.output.stopwatch, self.state.progress.update
         try:
             with stopwatch.standing():
@@ -90,7 +90,7 @@ class Validation:
         return True
 
     def _glancing(self) -> bool:
-        """Called at every batch."""
+        """Show that it goes on, and return whether to stop; called at every batch."""
         self.output.screen.glance("validating")
         return self.stopping()
 
