@@ -34,27 +34,13 @@ def conclude(built: BuiltPhase, saving: Saving, validation: Validation, folder: 
 
     Raises Interrupted if the run is to stop before all of it, or before the next phase.
     """
-    options, world = built.options, built.site.world
+    options, world, path = built.options, built.site.world, built.options.validation.validate_checkpoints
     averaged: Path | None = None
     saving.finish()
     if options.averaging.weight_avg_strategy != "none":
         averaged = average_after_training(saving, validation, options, world=world)
-    path = options.validation.validate_checkpoints
     if path is not None and options.data.data != "synthetic" and built.phase.is_last:
-        tabulates = saving.output.style.tabulates
-        measured = validate_folder(
-            path,
-            saving,
-            validation,
-            images=built.images,
-            world=world,
-            report=(lambda _: None) if tabulates else saving.output.style.validated,
-        )
-        if tabulates and world.is_first:
-            rows, file = accuracy_table.tabulate(measured), folder / accuracy_table.FILE
-            accuracy_table.show(rows, built.site.screen.line)
-            accuracy_table.write(rows, file, option="--run-dir")
-            built.site.screen.line(f"written to {file}")
+        _validate_others(path, built, saving, validation, folder=folder)
     if not built.phase.is_last and world.max(torch.tensor(int(saving.stopping()))):
         raise Interrupted
     return averaged
@@ -130,6 +116,18 @@ def _in_words(how: Averaging, count: int) -> str:
     if how.strategy == "mean":
         return f"N_{how.last or count}" if how.epochs is None else f"N_{how.epochs}"
     return f"exp_{how.decay:.15g}" + (f"_N_{how.last}" if how.last else "")
+
+
+def _validate_others(path: Path, built: BuiltPhase, saving: Saving, validation: Validation, *, folder: Path) -> None:
+    """Measure the checkpoints in `path`, and report each, or write all of them as a table into the run folder."""
+    world, style, say = built.site.world, saving.output.style, built.site.screen.line
+    report: Report = (lambda _: None) if style.tabulates else style.validated
+    measured = validate_folder(path, saving, validation, images=built.images, world=world, report=report)
+    if style.tabulates and world.is_first:
+        rows, file = accuracy_table.tabulate(measured), folder / accuracy_table.FILE
+        accuracy_table.show(rows, say)
+        accuracy_table.write(rows, file, option="--run-dir")
+        say(f"written to {file}")
 
 
 def validate_folder(
