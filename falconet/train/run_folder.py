@@ -62,16 +62,15 @@ ENDING = 5.0  # seconds that a killed run may take to leave its folder
 
 def choose(options: commands.TrainOptions, conventions: Conventions = FALCONET) -> Path:
     """The folder of this run; only a temporary one is created here, so that its name is unique."""
-    asked = options.run.run_dir
     if options.run.temporary:
         return Path(tempfile.mkdtemp(prefix=f"{_fresh(options, conventions).name}_"))
-    return _fresh(options, conventions) if asked == "auto" else asked
+    return _fresh(options, conventions) if options.run.run_dir == "auto" else options.run.run_dir
 
 
 def is_named_anew(options: commands.TrainOptions, conventions: Conventions = FALCONET) -> bool:
     """Whether `choose` invents a name."""
-    asked = options.run.run_dir != "auto" or options.run.temporary or _logs_where_it_saves(options, conventions)
-    return not asked
+    run = options.run
+    return run.run_dir == "auto" and not run.temporary and not _logs_where_it_saves(options, conventions)
 
 
 def claim(options: commands.TrainOptions, conventions: Conventions = FALCONET) -> Path:
