@@ -390,7 +390,7 @@ def test_options_without_effect_are_noted(falconet, home):
     answer = falconet("predict r photos/val/dark/0.png --image-size 32 --zero-init last")
     assert answer.code == 0
     assert "--image-size has no effect on a checkpoint, which has its own" in answer.err
-    assert "--zero-init has no effect on a model that is not trained" in answer.err
+    assert "--zero-init has no effect on a model that is not being trained" in answer.err
 
 
 def test_a_run_given_as_pretrained_is_the_model_that_its_own_path_gives(falconet, home):

@@ -28,7 +28,7 @@ WITHOUT_EFFECT = {
     "train --wandb-project x": "--wandb-project has no effect without --wandb",
     "validate --norm-num-groups 8": "--norm-num-groups has no effect without --norm-type group",
     "validate --iterations 5": "--iterations has no effect without --data generated or synthetic",
-    "validate --batchnorm-momentum 0.2": "--batchnorm-momentum has no effect on a model that is not trained",
+    "validate --batchnorm-momentum 0.2": "--batchnorm-momentum has no effect on a model that is not being trained",
     "average --micro-batch-size 8": "--micro-batch-size has no effect without --validate or --batchnorm-images",
     "average --device cpu": "--device has no effect without --validate or --batchnorm-images",
     "average --weight-avg-exp-decay 0.5": (

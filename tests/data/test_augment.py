@@ -341,7 +341,7 @@ def test_the_plan_names_what_happens_to_pixels(falconet):
         ("--randaugment-magnitude 31", "--randaugment-magnitude: got '31', expected a whole number, from 0 to 30"),
         (
             "--color-jitter 0.4 --no-eight-bit-io",
-            "--color-jitter: changes pixels on the device, which gets values; expected --eight-bit-io",
+            "--color-jitter: changes pixels as bytes, and --no-eight-bit-io copies values; expected --eight-bit-io",
         ),
     ],
 )
