@@ -134,7 +134,7 @@ REFUSED = {
     missing: "no such file; expected a list that `falconet data check",
     folder: "cannot be read",
     pipe: "cannot be read",
-    binary: "not a text; expected one path per line",
+    binary: "not a text file; expected one path per line",
     half_quoted: 'line 1: got "half; expected a path',
 }
 
