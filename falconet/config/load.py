@@ -82,7 +82,7 @@ class Loaded(Generic[OptionsT_co]):
         return values
 
     def rooted(self) -> "Loaded[OptionsT_co]":
-        """The same with absolute paths where a checkpoint may supply them, as it may be read from another folder."""
+        """The same options, with absolute paths where a checkpoint supplies them: it is used from other folders too."""
         options: Any = self.options
         for option in options_of(type(options)).values():
             value, (section, field) = value_of(options, option), option.path

@@ -59,7 +59,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def kind(mode: int) -> str:
-    """What kind of directory entry it is, in words, if it is not a file."""
+    """Name the kind of a directory entry that is not a file."""
     return KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
 
 

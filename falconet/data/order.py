@@ -44,7 +44,7 @@ class OrderAhead:
 
 
 def balanced(labels: IntArray, *, seed: int) -> Order:
-    """As many images per epoch, with equal shares of all classes; images of small classes are repeated.
+    """An order with an equal share of every class in each epoch; images of small classes are repeated.
 
     A class shows all of its images before it repeats one, and continues in the next epoch where it stopped in this one.
     The remainder after equal shares goes to different classes in every epoch.

@@ -167,7 +167,7 @@ class NativeReader:
         self._own = threading.local()
 
     def keep(self, cache: "EncodedCache") -> None:
-        """From now on, read photos from the cache if it can hold them."""
+        """Read photos from the cache from now on, if it can hold them."""
         plain = self._open
         self._open = lambda workspace, indices: cache.opened(workspace, indices) or plain(workspace, indices)
 

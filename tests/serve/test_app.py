@@ -128,7 +128,7 @@ REFUSED = {
     "in chunks": ("POST", PATH, iter([BODY]), HEADERS, 411, "Content-Length: required"),
     "too long": ("POST", PATH, b"", {"Content-Length": str(MOST_JSON + 1)}, 413, "expected at most"),
     "not JSON": ("POST", PATH, b"[", {}, 400, "the request's JSON: "),
-    "much that is not JSON": ("POST", PATH, b"[" * 70_000, {}, 400, "70,000 bytes beside the numbers of data"),
+    "much that is not JSON": ("POST", PATH, b"[" * 70_000, {}, 400, "70,000 bytes besides the numbers of data"),
     "a timeout of 400 digits": (
         *("POST", PATH, b'{"inputs": [%s], "parameters": {"timeout": 1%s}}' % (TENSOR, b"0" * 400), {}, 400),
         "parameters.timeout: got 1000",
@@ -357,7 +357,7 @@ def test_photos_that_are_late_are_not_decoded(two_decoders):
         with sending(found, *map(upload, range(most))) as answers:
             assert [each.result(LIMIT)[0] for each in answers] == [504] * most
         assert json.loads(answers[0].result()[2])["error"] == (
-            "not computed within 0.2 s, the time that the request had"
+            "not computed within 0.2 s, the time limit of the request"
         )
         assert (found.batcher.counts.late, found.model._decoding) == (most, 0)
         decoder.go.set()

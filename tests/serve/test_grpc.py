@@ -586,7 +586,7 @@ def test_a_late_request_leaves_the_queue(way):
         code, text = refused(lambda: asking.infer(NAME, tensors(pixels(1)), **options[way]))
         assert code == "DEADLINE_EXCEEDED"
         if way != "the call's deadline":  # then the client does not wait for the answer
-            assert re.fullmatch(r"not computed within [\d.]+ s, the time that the request had", text)
+            assert re.fullmatch(r"not computed within [\d.]+ s, the time limit of the request", text)
         until(lambda: found.batcher.waiting == 0)
         held.go.set()
         with contextlib.suppress(grpc.RpcError):  # it is late too where the server limits the time
@@ -606,7 +606,7 @@ def test_the_requests_timeout_counts_over_http_too():
         until(lambda: gevent.sleep(0.01) or held.begun.acquire(blocking=False))
         with pytest.raises(InferenceServerException) as error:
             asking.infer(NAME, tensors(pixels(1), http_client), timeout=300_000)
-        assert re.search(r"not computed within [\d.]+ s, the time that the request had", error.value.message())
+        assert re.search(r"not computed within [\d.]+ s, the time limit of the request", error.value.message())
         held.go.set()
         assert begun.get_result().as_numpy("output_0").shape == (1, CLASSES)
 

@@ -347,7 +347,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_alone(visit):
         field = page.get_by_label("Key", exact=True)
         expect(field).to_be_focused()
         page.keyboard.press("Escape")
-        expect(page.get_by_role("alert")).to_contain_text("This server answers only with its API key.")
+        expect(page.get_by_role("alert")).to_contain_text("This server requires its API key.")
         send(page, photo())
         field.fill("wrong")
         page.keyboard.press("Enter")
@@ -363,7 +363,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_alone(visit):
         ]
         assert "right" not in page.content()
         page.get_by_role("button", name="Forget the API key").click()
-        expect(page.get_by_role("alert")).to_contain_text("This server answers only with its API key.")
+        expect(page.get_by_role("alert")).to_contain_text("This server requires its API key.")
         assert page.evaluate("sessionStorage.length") == 0
         again = visit(server)  # another tab
         expect(again.get_by_label("Key", exact=True)).to_be_focused()

@@ -185,7 +185,7 @@ MISTAKES = {
         {"inputs": [tensor(data=None)], "data": [7] * IMAGE},
         "input_0.data: got nothing, expected a list of numbers",
     ),
-    "much text": ({"id": "x" * MOST_REST, "inputs": [tensor()]}, "bytes beside the numbers of data, expected at most"),
+    "much text": ({"id": "x" * MOST_REST, "inputs": [tensor()]}, "bytes besides the numbers of data, expected at most"),
     "deep parameters": (NESTED % ("[" * 900, "]" * 900), "the request's JSON: nested too deeply"),
     "objects in objects": (NESTED % ('{"a":' * 40, "1" + "}" * 40), "the request's JSON: nested too deeply"),
     "a name with control characters": (image_of(name="\x1b[31m\x00"), r'inputs[0].name: got "\u001b[31m\u0000"'),
@@ -273,7 +273,7 @@ def test_sizes_that_disagree_are_refused():
             read(image_of(data=None, parameters={"binary_data_size": size}), rest)
     with pytest.raises(RequestError, match="5 bytes follow the JSON, but input_0 has no binary_data_size"):
         read(image_of(), b"extra")
-    with pytest.raises(RequestError, match=f"bytes beside the numbers of data, expected at most {MOST_REST:,}"):
+    with pytest.raises(RequestError, match=f"bytes besides the numbers of data, expected at most {MOST_REST:,}"):
         read_request(memoryview(bytes(MOST_REST + 2)), str(MOST_REST + 1), SERVED)
 
 
