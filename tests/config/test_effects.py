@@ -77,7 +77,7 @@ WITHOUT_LENGTH = ["--epoch has no effect without a length in epochs: --updates r
     ("epoch", "updates", "expected"),
     [("config digits", LINE, []), (LINE, LINE, WITHOUT_LENGTH), ("mine.yaml", "mine.yaml", WITHOUT_LENGTH)],
 )
-def test_what_the_line_replaces_of_a_config_is_not_noted(epoch, updates, expected):
+def test_an_option_of_a_config_that_the_line_replaces_is_not_noted(epoch, updates, expected):
     loaded = load(commands.TrainOptions, [Setting("epoch", ("7",), epoch), Setting("updates", ("5",), updates)])
     assert list(notes(loaded.options, loaded.sources)) == expected
 

@@ -85,7 +85,7 @@ def test_every_spelling_of_the_numbers_is_read(spelling, values, nested):
 @settings(max_examples=300, deadline=None)
 @given(at=st.integers(1, 20), cut=st.integers(0, 3), new=st.text(alphabet="0123456789,[] -.e", max_size=3))
 def test_numbers_are_accepted_exactly_when_they_are_json_of_the_shape(at, cut, new):
-    """Compared with the interpreter's own parser."""
+    """They are compared with the interpreter's own parser."""
     served = replace(SERVED, preprocessing=replace(SERVED.preprocessing, image_size=1, resize=1))
     text = "[[[[1]],[[20]],[[255]]]]" if at % 2 else "[1,20,255]"
     text = text[:at] + new + text[at + cut :]
@@ -249,7 +249,7 @@ def test_the_longest_timeout_is_tritons():
 
 
 def test_parameters_of_any_depth_are_refused_in_one_line():
-    """Near the interpreter's limit, what could be parsed could not always be shown."""
+    """Near the interpreter's limit, what can be parsed cannot always be shown."""
     for depth in range(900, 1000):
         with pytest.raises(RequestError, match="the request's JSON: nested too deeply"):
             read(NESTED % ("[" * depth, "]" * depth))
