@@ -1,5 +1,6 @@
 """The command line: finds the command, loads its options once, runs it; a mistake is one line and exit code 2."""
 
+import errno
 import io
 import os
 import sys
@@ -139,7 +140,7 @@ def unwritten(error: OSError, program: str) -> int:
     where = f" ({error.filename})" if error.filename else ""
     if found := NO_ROOM.get(error.errno or 0):
         message = f"{found.why}{where}; {found.helps}; everything saved before is intact"
-    elif isinstance(error, PermissionError) and error.filename:
+    elif (isinstance(error, PermissionError) or error.errno == errno.ENAMETOOLONG) and error.filename:
         message = f"{error.filename}: {error.strerror}; expected a file or folder that you may read and write"
     else:
         raise error

@@ -18,7 +18,7 @@ MODEL = "model"  # the stem of the file that is averaged
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
-    """How to average: the `last` checkpoints, or all of them for None."""
+    """The method of averaging; `last`: the number of checkpoints, None: all."""
 
     strategy: Literal["mean", "exponential"]
     decay: float = 0.99
@@ -68,9 +68,9 @@ def average(folders: Sequence[Path], how: Averaging) -> dict[str, Tensor]:
 
 
 def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0, phase: int | None = None) -> list[Path]:
-    """Choose the checkpoints to average, oldest first: no averages, each state once, then the `last` of them.
+    """Choose the checkpoints to average, oldest first: the `last` ones, without averages and duplicates.
 
-    All of one phase: `phase`, or by default the newest checkpoint's.
+    All are of one phase: `phase`, or by default the newest checkpoint's.
     """
     assert last is None or last >= 1, last
     found: dict[tuple[object, ...], tuple[Position, str, Path]] = {}
@@ -108,7 +108,7 @@ def _require_same(a: Path, expected: dict[str, str], b: Path, shapes: dict[str, 
 
 
 def _described(tensor: Tensor) -> str:
-    """Shape and kind; not the precision, because checkpoints of two regimes can be averaged."""
+    """The shape and kind of a tensor, without its precision, because checkpoints of two regimes can be averaged."""
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     return f"{shape} ({'float' if tensor.is_floating_point() else str(tensor.dtype).removeprefix('torch.')})"
 

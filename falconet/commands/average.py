@@ -1,5 +1,6 @@
 """`falconet average`: average the checkpoints of a run into one."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -44,7 +45,8 @@ def run(loaded: Loaded[AverageOptions]) -> int:
         raise CheckpointError(f"{path}: holds only averages; expected checkpoints of training")
     made = weight_average.made_of(folders, how)
     to = _destination(options.average.checkpoint_output_path, folders[-1], made, say=screen.line)
-    if any(to.resolve() == folder.resolve() for folder in whole if not format.read_manifest(folder).averaged):
+    trained = [folder for folder in whole if not format.read_manifest(folder).averaged]
+    if os.path.realpath(to) in map(os.path.realpath, trained):
         raise ConfigError(f"--checkpoint-output-path: {to} is a checkpoint of training; expected another name")
     to.parent.mkdir(parents=True, exist_ok=True)
     with _undisturbed(to.parent):
@@ -139,7 +141,7 @@ def _reestimate_batchnorm(
         model=training.model.model,
         global_batch=saved_model.global_batch(training),
         seed=training.run.seed,
-        use_objects=boxes_used(training),
+        use_objects=boxes_used(training.data, training.augmentation),
         percentage=training.training.dataset_percentage,
         to_train=True,
     )

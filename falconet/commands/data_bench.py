@@ -47,7 +47,7 @@ def _measured(loaded: Loaded[DataBenchOptions], world: World) -> int:
         model=options.model.model,
         global_batch=options.data.micro_batch,
         seed=0,
-        use_objects=boxes_used(options),
+        use_objects=boxes_used(options.data, options.augmentation),
     )
     if options.bench.md5:
         return _compare_md5(images, options, say)

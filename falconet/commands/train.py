@@ -3,15 +3,14 @@
 import os
 from dataclasses import replace
 
-from falconet.config.commands import TrainOptions
-from falconet.config.load import Loaded
+from falconet.config.load import LoadedTraining
 from falconet.parallel import environment
 from falconet.report.styles import FALCONET, Conventions
 from falconet.train import defaults, preparation, resume, workers
 from falconet.train.run import carry_out
 
 
-def run(loaded: Loaded[TrainOptions], conventions: Conventions = FALCONET) -> int:
+def run(loaded: LoadedTraining, conventions: Conventions = FALCONET) -> int:
     # Restarted workers resume their run in the same way, perhaps in fewer processes than before.
     resumes = loaded.options.run.resume or environment.attempt(os.environ) > 0
     loaded, notes = defaults.with_origin(loaded)  # before the options are compared with those of a run to resume

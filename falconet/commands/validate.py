@@ -16,7 +16,7 @@ from falconet.checkpoint import format
 from falconet.config.commands import ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, typed, unused_notes
-from falconet.config.rules import PHOTOS
+from falconet.config.rules import PHOTO_KINDS
 from falconet.config.settings import Setting
 from falconet.data.loader import stretch
 from falconet.errors import CheckpointError, ConfigError, named_option
@@ -104,7 +104,8 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
 
 def _require_apart(predictions: Path | None, table: Path) -> None:
     """Predictions are written first: the table, or its details beside it, would replace them."""
-    if predictions and predictions.resolve() in (table.resolve(), table.with_suffix(".json").resolve()):
+    written = [os.path.realpath(path) for path in (table, table.with_suffix(".json"))]
+    if predictions and os.path.realpath(predictions) in written:
         raise ConfigError(f"--predictions: {predictions} is also written by --output; expected another file")
 
 
@@ -262,10 +263,10 @@ def _file_name(path: Path | None, opened: saved_model.Opened) -> str:
     if opened.other_data is not None:
         named.append(_name_of(opened.other_data))
     elif path is None or path.is_file():  # weights have no data of their own
-        named.append(_name_of(data.data_dir) if data.data in PHOTOS and data.data_dir else data.data)
+        named.append(_name_of(data.data_dir) if data.data in PHOTO_KINDS and data.data_dir else data.data)
     return f"{'-'.join(named)}.csv"
 
 
 def _name_of(photos: Path) -> str:
-    place = photos.resolve()
+    place = Path(os.path.realpath(photos))
     return place.name if place.is_dir() else place.stem

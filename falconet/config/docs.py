@@ -12,7 +12,7 @@ from falconet.config.rules import stages_of
 
 
 def options_page() -> str:
-    """The whole page; a section shared by several commands is shown once."""
+    """The page of all options; a section shared by several commands is shown once."""
     return "\n".join(_lines()) + "\n"
 
 
@@ -73,7 +73,7 @@ from its documents, its vendor's page or its public MLPerf logs, on its hardware
 
 
 def configs_page() -> str:
-    """The whole page."""
+    """The page of all named configs."""
     return "\n".join([INTRODUCTION, *(line for family in families() for line in _family(family))])
 
 

@@ -1,4 +1,4 @@
-"""What processes do together, checked against what one does alone: for `falconet doctor --distributed`."""
+"""Checks that compare several processes with one, for `falconet doctor --distributed`."""
 
 import copy
 import tempfile
@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 
 def findings(world: World) -> Iterator[Finding]:
-    """Every check in turn; each process runs all of them, whatever it finds."""
+    """The results of all checks; each process runs every one, whatever it finds."""
     for name, check in CHECKS.items():
         world.at(name)
         start = time.perf_counter()
@@ -110,7 +110,7 @@ def _same_update(world: World, *, norm: nn.Module, span: int, sharded: bool) -> 
 
 
 def _captured(world: World) -> tuple[bool, str]:
-    """Compare updates that are replayed with those that are not; words: whether they could be captured."""
+    """Compare replayed updates with others; the words say whether they could be captured."""
     if world.device.type != "cuda":
         return True, "on CUDA only"
     plain, notes = _local_step(world), list[str]()
@@ -213,7 +213,7 @@ def _images(world: World, *, everyone: bool) -> Tensor:
 
 
 def _pipeline(kind: Kind) -> Check:
-    """Two updates and an evaluation with one schedule, a stage per process."""
+    """A check of two updates and an evaluation with one schedule, a stage per process."""
 
     def check(world: World) -> tuple[bool, str]:
         if world.size == 1:

@@ -72,7 +72,7 @@ def write_result(text: str, path: Path, *, option: str, named: bool) -> None:
     """`option`: the one to change if writing fails; `named`: the user named the file, which may be a link."""
     try:
         if named:
-            path.write_text(text, encoding="utf-8", newline="")
+            path.write_bytes(writing.coded(text))
         else:
             writing.replace(path.parent, path.name, text)
     except LinkError as error:

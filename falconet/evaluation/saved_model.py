@@ -1,5 +1,6 @@
 """Checkpoints and foreign weights as models: to measure, or to start with."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,9 +15,9 @@ from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.origin import find_origin
 from falconet.config.commands import TrainOptions, ValidateOptions
 from falconet.config.fields import value_or
-from falconet.config.load import Loaded, Options, load_options
+from falconet.config.load import Loaded, OptionsT, load_options
 from falconet.config.options import Data
-from falconet.config.rules import PHOTOS
+from falconet.config.rules import PHOTO_KINDS
 from falconet.config.settings import CHECKPOINT, WEIGHTS, Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
 from falconet.data.sources.folder import validates_by_name
@@ -70,7 +71,7 @@ def refuse_download(loaded: Loaded[Any]) -> None:
     if any(is_asked_for(loaded.sources.get(name)) for name in ("data", "data-dir")):
         return
     data = loaded.options.data
-    if data.data in PHOTOS and data.data_dir is not None and not data.data_dir.exists():
+    if data.data in PHOTO_KINDS and data.data_dir is not None and not data.data_dir.exists():
         here = "" if data.data_dir.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
             f"{data.data_dir}: no such folder{here}; the run was trained on it; expected --data-dir, where its photos"
@@ -129,9 +130,9 @@ def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tupl
 def _is_own(data: Data, manifest: Manifest) -> bool:
     """Whether it is the data that a checkpoint's run was trained on; a path may have several spellings."""
     trained = load_options(ValidateOptions, [], manifest.config).options.data
-    if data.data not in PHOTOS or data.data_dir is None or trained.data_dir is None:
+    if data.data not in PHOTO_KINDS or data.data_dir is None or trained.data_dir is None:
         return data.data_dir == trained.data_dir
-    return data.data_dir.resolve() == trained.data_dir.resolve()
+    return os.path.realpath(data.data_dir) == os.path.realpath(trained.data_dir)  # Path's raises for a link to itself
 
 
 def foreign_images(data: Data, *, model: str) -> Dataset:
@@ -216,7 +217,7 @@ def find_weights(name: str, asked: Asked, *, otherwise: str, fetched: bool = Tru
         raise CheckpointError(f"--pretrained: {error}; expected {expected}") from None
 
 
-def fitted(loaded: Loaded[Options], weights: InitialWeights) -> Loaded[Options]:
+def fitted(loaded: Loaded[OptionsT], weights: InitialWeights) -> Loaded[OptionsT]:
     """The options with those that follow from weights, below the ones that the line states."""
     options: Any = loaded.options
     made = loaded.over({**weights.options, **weights.inputs.table(options.data)})

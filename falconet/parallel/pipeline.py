@@ -94,8 +94,8 @@ class Pipeline:
 class ScheduleGrouped(Schedule1F1B):
     """1F1B as in a pipeline of twice the stages: each stage runs that many more micro-batches forward first.
 
-    GPipe, which runs all of an update forward first, would hold all of them. Every stage is later by the same number:
-    so the messages of neighbours stay paired, without which NCCL would wait forever.
+    GPipe, which runs a whole update forward first, would hold all of it. Every stage is later by the same number, so
+    that the messages of neighbours stay paired; otherwise NCCL would wait forever.
     """
 
     def __init__(self, stage: PipelineStage, micro_batches: int, **rest: Any) -> None:
@@ -104,7 +104,7 @@ class ScheduleGrouped(Schedule1F1B):
         self._num_stages *= 2  # decides only how many micro-batches go forward first
 
     def _get_pipeline_order(self) -> None:
-        """Of 1F1B with more micro-batches than stages, and for pictures only."""
+        """Return nothing: torch only draws this order, and that of 1F1B needs more micro-batches than stages."""
 
 
 SCHEDULES: dict[Kind, Callable[..., PipelineScheduleSingle]] = {
@@ -177,7 +177,7 @@ class _Received(torch.autograd.Function):
 
 
 def _to_wire(value: Tensor) -> Tensor:
-    """Contiguous, as messages must be; images stay channels-last in memory: N x C x H x W -> N x H x W x C."""
+    """Make a value contiguous for sending; images stay channels-last in memory: N x C x H x W -> N x H x W x C."""
     return (value.permute(0, 2, 3, 1) if value.ndim == 4 else value).contiguous()
 
 

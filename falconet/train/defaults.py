@@ -10,8 +10,8 @@ from falconet.checkpoint.manifest import MANIFEST
 from falconet.checkpoint.origin import Origin, find_origin, own_origin
 from falconet.config import commands, rules
 from falconet.config.fields import options_of, value_or
-from falconet.config.load import LOWERED, Loaded
-from falconet.config.recipes import EXTENDS, PHOTOS, is_file, source_of
+from falconet.config.load import LOWERED, LoadedTraining
+from falconet.config.recipes import EXTENDS, PHOTOS_CONFIG, is_file, source_of
 from falconet.config.settings import is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, refitted
 from falconet.errors import ConfigError
@@ -24,7 +24,7 @@ EPOCHS_OF_ONE = 1000  # photo; four times as many photos are repeated half as of
 FEWEST_EPOCHS, MOST_EPOCHS = 5, 60
 
 
-def with_origin(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands.TrainOptions], tuple[str, ...]]:
+def with_origin(loaded: LoadedTraining) -> tuple[LoadedTraining, tuple[str, ...]]:
     """The options of the model that follow from the weights of --init-path, and what to print about them.
 
     They are stored with the run, which needs the weights only once. Missing ones are reported where they are read.
@@ -47,7 +47,7 @@ def with_origin(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands.
     return loaded, (concluded,) if concluded else ()
 
 
-def with_weights(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands.TrainOptions], InitialWeights | None]:
+def with_weights(loaded: LoadedTraining) -> tuple[LoadedTraining, InitialWeights | None]:
     """The weights that a new run starts with, and the options with what they were trained with.
 
     Several processes may call it at once: the Hugging Face library locks its cache while it downloads.
@@ -69,7 +69,7 @@ def with_weights(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands
     return fitted(loaded, found), found
 
 
-def weight_notes(loaded: Loaded[commands.TrainOptions], initial: InitialWeights | None) -> tuple[str, ...]:
+def weight_notes(loaded: LoadedTraining, initial: InitialWeights | None) -> tuple[str, ...]:
     """Say why a run starts with random weights, where published ones may be expected."""
     options, sources = loaded.options, loaded.sources
     if initial or options.training.init_path:
@@ -79,7 +79,8 @@ def weight_notes(loaded: Loaded[commands.TrainOptions], initial: InitialWeights 
     files = filter(is_file, sources.values())
     if options.data.data == "folder" and not is_asked_for(sources.get("pretrained")) and (file := next(files, None)):
         return (
-            f"{file} has no `{EXTENDS}: {PHOTOS}`: what it leaves out has general defaults, such as random weights",
+            f"{file} has no `{EXTENDS}: {PHOTOS_CONFIG}`: what it leaves out has general defaults, such as random"
+            " weights",
         )
     return ()
 
@@ -96,7 +97,7 @@ def open_images(options: commands.TrainOptions, *, global_batch: int) -> Dataset
         model=options.model.model,
         global_batch=global_batch,
         seed=options.run.seed,
-        use_objects=rules.boxes_used(options),
+        use_objects=rules.boxes_used(options.data, options.augmentation),
         percentage=options.training.dataset_percentage,
         to_train=True,
     )
@@ -106,12 +107,12 @@ def open_images(options: commands.TrainOptions, *, global_batch: int) -> Dataset
 class Settled:
     """The options of a run without auto for those that depend on its data or device, and what was opened for them."""
 
-    loaded: Loaded[commands.TrainOptions]
+    loaded: LoadedTraining
     initial: InitialWeights | None  # the weights that a new run starts with
     images: Dataset | None  # the data, if it is open and does not depend on the batch
 
 
-def settle(loaded: Loaded[commands.TrainOptions], *, is_new: bool) -> Settled:
+def settle(loaded: LoadedTraining, *, is_new: bool) -> Settled:
     """Settle the options; a new run's weights are downloaded, and its photos opened.
 
     The photos are opened first: a wrong folder is reported before hundreds of megabytes of weights are downloaded.
@@ -128,7 +129,7 @@ def _photos(options: commands.TrainOptions) -> Dataset | None:
     return open_images(options, global_batch=options.data.micro_batch) if options.data.data == "folder" else None
 
 
-def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
+def _with_precision(loaded: LoadedTraining) -> LoadedTraining:
     machine = loaded.options.machine
     if machine.precision != "auto":
         return loaded
@@ -136,12 +137,10 @@ def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.Tr
     return replace(loaded, options=replace(loaded.options, machine=machine))
 
 
-def _with_length(
-    loaded: Loaded[commands.TrainOptions], images: Dataset | None
-) -> tuple[Loaded[commands.TrainOptions], Dataset | None]:
+def _with_length(loaded: LoadedTraining, images: Dataset | None) -> tuple[LoadedTraining, Dataset | None]:
     """The options with epochs, batch and warm-up for the number of images, unless the line states them."""
     options = loaded.options
-    is_open = {name: loaded.sources.get(name) == source_of(PHOTOS) for name in LOWERED}
+    is_open = {name: loaded.sources.get(name) == source_of(PHOTOS_CONFIG) for name in LOWERED}
     if options.training.epoch != "auto" and not any(is_open.values()):
         return loaded, images
     images = images or open_images(options, global_batch=options.data.micro_batch)
@@ -158,7 +157,7 @@ def _with_length(
         updates = options.training.limit(per_epoch) or options.training.epochs * per_epoch
         warmup = warmup_for(options.learning_rate.warmup_epoch, updates=updates, per_epoch=per_epoch)
         options = replace(options, learning_rate=replace(options.learning_rate, warmup_epoch=warmup))
-    is_fixed = rules.is_stored(options)  # others depend on the batch
+    is_fixed = rules.is_stored(options.data)  # others depend on the batch
     return replace(loaded, options=options), images if is_fixed else None
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands
 from falconet.config.load import Loaded
-from falconet.config.recipes import PHOTOS, source_of
+from falconet.config.recipes import PHOTOS_CONFIG, source_of
 from falconet.config.rules import least_micro_batch
 from falconet.config.settings import LINE
 from falconet.data import mixing
@@ -220,7 +220,7 @@ def with_micro_batch(launch: Launch, site: Site) -> Launch:
     given = [each for each in launch.loaded.line if each.bare == "micro-batch-size" and each.source != LINE]
     config = [each.values[0] for each in given]
     base = stored or (options.data.micro_batch if config in ([], ["auto"]) else int(config[-1]))
-    if not stored and launch.images is not None and given and given[-1].source == source_of(PHOTOS):
+    if not stored and launch.images is not None and given and given[-1].source == source_of(PHOTOS_CONFIG):
         base = min(base, batch_for(len(launch.images.train)))
     total = base * options.training.gradient_accumulation
     first = with_batch(options, micro_batch=base, total=total)

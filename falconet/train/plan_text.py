@@ -3,7 +3,7 @@
 import torch
 
 from falconet.config import commands, options, rules
-from falconet.config.rules import PHOTOS
+from falconet.config.rules import PHOTO_KINDS
 from falconet.data import input, native
 from falconet.data.order import class_weights
 from falconet.errors import named_option
@@ -136,7 +136,7 @@ def _views(asked: commands.TrainOptions) -> list[str]:
 
 def _decoding(built: BuiltPhase) -> list[str]:
     data = built.options.data
-    if data.data not in PHOTOS:
+    if data.data not in PHOTO_KINDS:
         return []
     where = input.decode_device(data, built.images.train, built.site.world.device)
     return [f"photos are decoded by {input.decoder(where)}"]
@@ -152,7 +152,7 @@ def _machine(built: BuiltPhase) -> str:
 def _numerics(asked: commands.TrainOptions, *, regime: Regime, device: torch.device) -> list[str]:
     written = "stochastic rounding" if rounding(asked, regime=regime) else "rounding to nearest"
     lines = [f"precision {regime.describe(device)}" + (f", {written}" if regime.is_half else "")]
-    if rules.is_scaled(asked):
+    if rules.is_scaled(asked.numerics, asked.machine):
         lines.append(f"loss scale {_loss_scale(asked)}")
     if asked.numerics.half_partial:
         lines.append(describe_half_partials(regime, device))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from falconet.checkpoint.initial_weights import InitialWeights
 from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import commands, rules
-from falconet.config.load import Loaded, left_out
+from falconet.config.load import LoadedTraining, left_out
 from falconet.data.dataset import Dataset
 from falconet.errors import ConfigError
 from falconet.parallel import environment
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     from falconet.parallel.launch import Hosts  # torch.distributed takes a second to import
 
 STARTED = ("pretrained", "init-path")  # used once, by the first start of a run
-Options = Loaded[commands.TrainOptions]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """A run that is about to start in this process: its options, what it continues from, its place in the world."""
 
-    loaded: Options
+    loaded: LoadedTraining
     restored: Checkpoint | None
     division: Division
     place: Place | None
@@ -52,7 +51,9 @@ class Launch:
         return {name: first[name] for name in STARTED if name in first}
 
 
-def prepare(loaded: Options, restored: Checkpoint | None = None, *, conventions: Conventions = FALCONET) -> Launch:
+def prepare(
+    loaded: LoadedTraining, restored: Checkpoint | None = None, *, conventions: Conventions = FALCONET
+) -> Launch:
     """Download the weights and open the photos of a new run, settle its options, and divide it among processes.
 
     One process on each of several hosts meets the others. None is started.
@@ -79,7 +80,7 @@ def prepare(loaded: Options, restored: Checkpoint | None = None, *, conventions:
     )
 
 
-def _notes(loaded: Options, restored: Checkpoint | None, initial: InitialWeights | None) -> tuple[str, ...]:
+def _notes(loaded: LoadedTraining, restored: Checkpoint | None, initial: InitialWeights | None) -> tuple[str, ...]:
     """What to print about the weights of a new run, or about the options that a continued one does not take over."""
     if restored is None:
         return defaults.weight_notes(loaded, initial)

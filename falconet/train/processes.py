@@ -10,7 +10,7 @@ import torch
 from falconet.checkpoint.manifest import Checkpoint, Manifest
 from falconet.config import commands, options, rules
 from falconet.config.fields import value_or
-from falconet.config.load import Loaded
+from falconet.config.load import LoadedTraining
 from falconet.config.settings import CHECKPOINT, is_asked_for
 from falconet.errors import ConfigError, DeviceError, named_option
 from falconet.parallel import environment, world
@@ -30,8 +30,6 @@ from falconet.train.plan import Phase
 if TYPE_CHECKING:
     from falconet.parallel.launch import Hosts  # torch.distributed takes a second to import
 
-Options = Loaded[commands.TrainOptions]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Divided:
@@ -42,7 +40,7 @@ class Divided:
     hosts: "Hosts | None" = None  # that have met, each with one process, this one here
 
 
-def divide(loaded: Options, place: Place | None) -> Divided:
+def divide(loaded: LoadedTraining, place: Place | None) -> Divided:
     """Divide a run, whose number of replicas is settled, over devices, processes or hosts.
 
     A process on each of several hosts meets the others here, unless only the plan was asked for.
@@ -62,7 +60,7 @@ def _fitted(options: commands.TrainOptions, division: Division) -> Division:
     return fitted
 
 
-def with_replicas(loaded: Options, restored: Checkpoint | None, place: Place | None) -> Options:
+def with_replicas(loaded: LoadedTraining, restored: Checkpoint | None, place: Place | None) -> LoadedTraining:
     """The recipe's replicas and accumulation as numbers, so that a checkpoint states what it was trained with."""
     options = loaded.options
     replicas = value_or(options.parallel.replicas, _automatic_replicas(place, stages=_stages(options)))
@@ -91,7 +89,7 @@ def _automatic_replicas(place: Place | None, *, stages: int) -> int:
     return place.size if whole else max(1, place.size // stages)
 
 
-def _asks_for_another_batch(loaded: Options) -> bool:
+def _asks_for_another_batch(loaded: LoadedTraining) -> bool:
     names = ("gradient-accumulation", "micro-batch-size", "fine-tune-gradient-accumulation")
     return any(is_asked_for(loaded.sources.get(name)) for name in names)
 
@@ -107,7 +105,7 @@ def _same_batch(manifest: Manifest, accumulation: int, replicas: int) -> int:
     return total // replicas
 
 
-def _asked(loaded: Options) -> Asked:
+def _asked(loaded: LoadedTraining) -> Asked:
     parallel = loaded.options.parallel
     assert parallel.replicas != "auto"
     return Asked(
@@ -124,7 +122,7 @@ def _is_started(asked: Asked, place: Place) -> bool:
     return asked.processes == place.size and asked.stages == 1
 
 
-def _divided_over_hosts(loaded: Options, asked: Asked, place: Place) -> tuple[Division, "Hosts | None"]:
+def _divided_over_hosts(loaded: LoadedTraining, asked: Asked, place: Place) -> tuple[Division, "Hosts | None"]:
     """The division over hosts with one process each, and those hosts, which a plan does not wait for."""
     from falconet.parallel import launch  # torch.distributed takes a second to import
 
@@ -143,7 +141,7 @@ def _divided_over_hosts(loaded: Options, asked: Asked, place: Place) -> tuple[Di
         raise ConfigError(f"--replicas: {error}") from None
 
 
-def _divided(loaded: Options, asked: Asked, place: Place | None) -> Division:
+def _divided(loaded: LoadedTraining, asked: Asked, place: Place | None) -> Division:
     machine = loaded.options.machine
     if place is not None:
         running = environment.stages_running(os.environ)

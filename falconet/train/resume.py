@@ -9,7 +9,7 @@ from falconet.checkpoint.manifest import Checkpoint, Manifest
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands
 from falconet.config.fields import options_of
-from falconet.config.load import INVOCATION, Loaded, unsettled
+from falconet.config.load import INVOCATION, LoadedTraining, unsettled
 from falconet.config.settings import WEIGHTS, is_asked_for
 from falconet.errors import CheckpointError, ConfigError
 from falconet.numerics.precision import REGIMES
@@ -17,7 +17,6 @@ from falconet.report.styles import FALCONET, Conventions
 from falconet.train import run_folder
 from falconet.train.plan import Phase
 
-Options = Loaded[commands.TrainOptions]
 # Settled by every start, from the launcher: the checkpoint's are kept unless the line names others.
 SETTLED = ("replicas", "gradient-accumulation")
 FITTED = ("micro-batch-size", "gradient-accumulation")  # by --micro-batch-size auto; the checkpoint's are kept
@@ -35,7 +34,7 @@ def newest(options: commands.TrainOptions, conventions: Conventions = FALCONET) 
     return Checkpoint(folder, format.read_manifest(folder))
 
 
-def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Checkpoint | None:
+def earlier(loaded: LoadedTraining, conventions: Conventions = FALCONET) -> Checkpoint | None:
     """What --resume continues from: the run folder's newest checkpoint, refused if its options were different."""
     found = newest(loaded.options, conventions)
     if found is None:
@@ -56,7 +55,7 @@ def earlier(loaded: Options, conventions: Conventions = FALCONET) -> Checkpoint 
     return found
 
 
-def _is_of_weights(name: str, loaded: Options, manifest: Manifest) -> bool:
+def _is_of_weights(name: str, loaded: LoadedTraining, manifest: Manifest) -> bool:
     """Whether the weights that a run started with decided an option."""
     is_theirs = manifest.config.get(name, {}).get("source") == WEIGHTS
     return is_theirs and not loaded.chooses(name)
@@ -72,7 +71,7 @@ def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def current_phase(phases: Sequence[Phase], loaded: Options, restored: Checkpoint | None) -> int:
+def current_phase(phases: Sequence[Phase], loaded: LoadedTraining, restored: Checkpoint | None) -> int:
     """The number of the phase that a run starts in."""
     if restored is None:
         return 1

@@ -17,7 +17,7 @@ from falconet.checkpoint.format import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import commands
 from falconet.config.fields import options_of
-from falconet.config.load import Loaded, left_out
+from falconet.config.load import LoadedTraining, left_out
 from falconet.config.settings import CHECKPOINT, DEFAULT, is_asked_for, read_yaml
 from falconet.errors import (
     ConfigError,
@@ -91,7 +91,7 @@ def claim(options: commands.TrainOptions, conventions: Conventions = FALCONET) -
 
 
 def open_folder(
-    loaded: Loaded[commands.TrainOptions],
+    loaded: LoadedTraining,
     *,
     restored: Checkpoint | None,
     again: bool = False,
@@ -115,7 +115,7 @@ def open_folder(
     return folder
 
 
-def check_saved(saved: Path, loaded: Loaded[commands.TrainOptions], *, restored: Checkpoint | None) -> None:
+def check_saved(saved: Path, loaded: LoadedTraining, *, restored: Checkpoint | None) -> None:
     """Refuse a folder whose checkpoints this run would mix with its own."""
     newer = whole_after(saved, restored.manifest.progress) if restored else None
     if restored and newer:  # pruning would remove this run's checkpoints first, and restoring find them last
@@ -302,7 +302,7 @@ class Sinks:
 
 
 def open_sinks(
-    folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink, say: Say, mark: str, restored: Checkpoint | None
+    folder: Path, loaded: LoadedTraining, *more: Sink, say: Say, mark: str, restored: Checkpoint | None
 ) -> Sinks:
     """metrics.jsonl and updates.jsonl always, others when asked for. `mark`: of the run."""
     with contextlib.ExitStack() as opened:  # what is open is closed if the next one is refused
@@ -317,7 +317,7 @@ def open_sinks(
 
 
 def _asked_for(
-    folder: Path, loaded: Loaded[commands.TrainOptions], *, say: Say, mark: str, restored: Checkpoint | None
+    folder: Path, loaded: LoadedTraining, *, say: Say, mark: str, restored: Checkpoint | None
 ) -> dict[str, Callable[[], Tracker]]:
     """How to open each tracker of the options, by name; called by threads of their own."""
     logging, table = loaded.options.logging, loaded.table()
@@ -373,7 +373,7 @@ def remove_temporary(folder: Path, say: Say) -> None:
         say(f"removed the temporary run folder {folder}")
 
 
-def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loaded[commands.TrainOptions]:
+def placed(loaded: LoadedTraining, restored: Checkpoint) -> LoadedTraining:
     """The options of a restored run with its folders: the command line's, or else where the checkpoint lies.
 
     Where that run has newer checkpoints, which this one must not mix with its own, the folder stays `auto`: a new one.

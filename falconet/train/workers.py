@@ -11,8 +11,7 @@ import torch
 
 import falconet
 from falconet.checkpoint.manifest import Checkpoint
-from falconet.config import commands
-from falconet.config.load import Loaded, typed
+from falconet.config.load import LoadedTraining, typed
 from falconet.config.settings import Setting
 from falconet.errors import WorldError
 from falconet.parallel import environment
@@ -101,7 +100,7 @@ def _as_worker(rank: int, size: int, own: int) -> str:
     return f"{where}: {counted(own, 'process')} here; worker 0 prints what is trained, and saves"
 
 
-def check_alike(world: World, loaded: Loaded[commands.TrainOptions], restored: Checkpoint | None) -> None:
+def check_alike(world: World, loaded: LoadedTraining, restored: Checkpoint | None) -> None:
     """Every process must run the same program with the same options from the same checkpoint."""
     world.agree("the version of falconet and torch", f"{falconet.__version__} and {torch.__version__}")
     world.agree("the options", hashlib.sha256(loaded.to_yaml().encode()).hexdigest()[:16])

@@ -437,6 +437,7 @@ def test_pruning_never_removes_damaged_foreign_averaged_or_linked_checkpoints(tm
         saved(tmp_path / f"epoch_{epoch}", epoch)
     (tmp_path / "epoch_1" / "model.safetensors").write_bytes(b"torn")
     (tmp_path / "release").symlink_to("epoch_2")
+    (tmp_path / "round").symlink_to("round")
     saved(tmp_path / "swa", 1, averaged=True)
     saved(tmp_path / "epoch_1_averaged", 1)
     (tmp_path / "foreign").mkdir()

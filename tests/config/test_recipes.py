@@ -1,4 +1,4 @@
-"""Named configs: those of the originals equal the originals' files, option by option."""
+"""The originals' named configs equal the originals' files, option by option."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ def trained(name):
 
 
 def by_dialect(program, name, configs):
-    """The settings that the original's file translates to, except for documented differences."""
+    """The settings to which the original's file translates, except for documented differences."""
     entry = {**configs[name], **({"model": "efficientnet-b0"} if name in NO_MODEL else {})}
     if name == NO_SPLITS:
         entry = {key: value for key, value in entry.items() if key not in ("pipeline", "shards", "pipeline_schedule")}
