@@ -10,7 +10,7 @@ from typing import Any
 from falconet.bench import triton_server
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import require_folder as require_checkpoints
-from falconet.config import commands, rules
+from falconet.config import commands, facts, rules
 from falconet.config.fields import PHOTO_SUFFIXES, options_of, require_folder, require_photos
 from falconet.config.load import Loaded, OptionsT, load_options, parse
 from falconet.config.settings import LINE, Setting
@@ -135,7 +135,7 @@ def check(options: Any) -> None:
         path = options.input.checkpoint_input_path
         if path is not None and not path.is_file():
             require_checkpoints(path)
-    if hasattr(options, "data") and options.data.data in rules.PHOTO_KINDS and not rules.only_planned(options):
+    if hasattr(options, "data") and options.data.data in facts.PHOTO_KINDS and not facts.only_planned(options):
         _require_data(options.data.data_dir)
     if isinstance(options, commands.TrainOptions):
         _check_logged(options)

@@ -12,8 +12,8 @@ from falconet.checkpoint.foreign import load_weights
 from falconet.checkpoint.manifest import MANIFEST
 from falconet.checkpoint.weight_average import average, averaging_of, select
 from falconet.config.commands import AverageOptions, TrainOptions, ValidateOptions
+from falconet.config.facts import boxes_used
 from falconet.config.load import Loaded, load_options, of_command, unused_notes
-from falconet.config.rules import boxes_used
 from falconet.config.settings import Setting
 from falconet.data.dataset import open_dataset
 from falconet.data.input import Input

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from falconet.bench.measurements import Measured, leave, settled
 from falconet.bench.timing import Predict, Series, measure_resident, measure_with_copy, try_out
 from falconet.checkpoint import format
-from falconet.config import rules
+from falconet.config import facts
 from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, of_command, typed, unused_notes
@@ -73,7 +73,7 @@ def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> in
         screen = console.screen_of(world, words=conventions.words)
         if asked > world.size:
             screen.line(f"note: {folding(asked, place=place, here=here)}")
-        stages = rules.stages_of(options.inference)
+        stages = facts.stages_of(options.inference)
         if stages > _stages(options):
             what = _in_words(device_kind(options.machine.device))
             screen.line(f"note: {stages} stages requested, {what}: the whole model predicts on one")
@@ -140,7 +140,7 @@ def _devices(options: InferOptions) -> int:
 
 def _stages(options: InferOptions) -> int:
     """Stages of a model, each on a device of its process; 1 if there are not enough devices for all of them."""
-    stages = rules.stages_of(options.inference)
+    stages = facts.stages_of(options.inference)
     return stages if device_kind(options.machine.device) == "cuda" and torch.cuda.device_count() >= stages else 1
 
 

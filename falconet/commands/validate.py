@@ -14,9 +14,9 @@ from torch import Tensor
 from falconet import writing
 from falconet.checkpoint import format
 from falconet.config.commands import ValidateOptions
+from falconet.config.facts import PHOTO_KINDS
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, typed, unused_notes
-from falconet.config.rules import PHOTO_KINDS
 from falconet.config.settings import Setting
 from falconet.data.loader import stretch
 from falconet.errors import CheckpointError, ConfigError, named_option

@@ -4,11 +4,11 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from falconet.config.commands import COMMANDS, InferOptions, TrainOptions
+from falconet.config.facts import stages_of
 from falconet.config.fields import Option, options_of
 from falconet.config.help import default_of, sections_in_order, title
 from falconet.config.load import parse
 from falconet.config.recipes import EXTENDS, Use, about, all_configs, deviations, families, from_config, use_of
-from falconet.config.rules import stages_of
 
 
 def options_page() -> str:

@@ -7,9 +7,7 @@ from typing import Any, TypeVar
 
 from falconet.config import commands
 from falconet.config.commands import TrainOptions
-from falconet.config.fields import options_of, value_of
-from falconet.config.options import Augmentation, Data, Machine, Model
-from falconet.config.rules import (
+from falconet.config.facts import (
     PHOTO_KINDS,
     averages,
     boxes_used,
@@ -19,6 +17,8 @@ from falconet.config.rules import (
     recompute_mode,
     uses_cutmix,
 )
+from falconet.config.fields import options_of, value_of
+from falconet.config.options import Augmentation, Data, Machine, Model
 from falconet.config.settings import LINE, is_asked_for
 
 OptionsT = TypeVar("OptionsT")

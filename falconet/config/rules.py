@@ -1,12 +1,21 @@
-"""Rules: options that may not be combined, in one table, and the facts that rules and runs derive from options."""
+"""Rules: which options may not be combined, and what they need of one another, in one table."""
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from inspect import get_annotations
-from typing import Literal
 
 from falconet.config.commands import Command, RestoreOptions, TrainOptions
+from falconet.config.facts import (
+    AUTO_STAGES,
+    PHOTO_KINDS,
+    averages,
+    is_scaled,
+    least_micro_batch,
+    only_planned,
+    recompute_mode,
+    stages_of,
+    uses_cutmix,
+)
 from falconet.config.options import (
     ALLOWED,
     BOUND_TO_WEIGHTS,
@@ -42,9 +51,6 @@ from falconet.config.options import (
 )
 from falconet.errors import ConfigError, did_you_mean
 
-PHOTO_KINDS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
-_AUTO = re.compile(r"auto:\d{1,4}")
-
 
 def check(options: object, *, but: Collection["Rule"] = ()) -> None:
     """Raise ConfigError for the first rule that the options break; `but`: rules to leave out for now."""
@@ -61,73 +67,6 @@ def check(options: object, *, but: Collection["Rule"] = ()) -> None:
 def _read_by(rule: "Rule") -> dict[str, type]:
     """The types that a rule reads, by parameter."""
     return {name: kind for name, kind in get_annotations(rule).items() if name != "return"}
-
-
-# Facts that follow from several options.
-
-
-def only_planned(options: Command) -> bool:
-    """Whether a run is only planned, with data whose published size is known."""
-    return isinstance(options, TrainOptions) and options.data.data == "imagenet" and options.run.plan
-
-
-def is_stored(data: Data) -> bool:
-    """Whether images are read, not generated."""
-    return data.data not in ("generated", "synthetic")
-
-
-def crops(augmentation: Augmentation) -> bool:
-    """Whether images may be cropped at random."""
-    return augmentation.augment in ("auto", "crop-flip")
-
-
-def crops_photos(data: Data, augmentation: Augmentation) -> bool:
-    """Whether photos are cropped at random."""
-    return data.data in PHOTO_KINDS and crops(augmentation)
-
-
-def boxes_used(data: Data, augmentation: Augmentation) -> Literal["no", "if there", "yes"]:
-    """Whether random crops look at annotated objects."""
-    if not crops_photos(data, augmentation):
-        return "no"
-    if augmentation.use_bbox_info:
-        return "yes"
-    return "if there" if augmentation.use_bbox_info_if_there else "no"
-
-
-def uses_cutmix(augmentation: Augmentation) -> bool:
-    return (augmentation.cutmix_lambda_low, augmentation.cutmix_lambda_high) not in ((0.0, 0.0), (1.0, 1.0))
-
-
-def least_micro_batch(augmentation: Augmentation) -> int:
-    """The fewest images in a micro-batch for mixing to find partners."""
-    return 2 if uses_cutmix(augmentation) or augmentation.mixup_alpha > 0 else 1
-
-
-def stages_of(section: Parallel | Inference) -> int:
-    """The number of stages per replica that the options ask for."""
-    splits = section.pipeline_splits
-    return int(splits[0][5:]) if splits and _AUTO.fullmatch(splits[0]) else len(splits) + 1
-
-
-def recompute_mode(numerics: Numerics, parallel: Parallel) -> Literal["none", "auto", "manual"]:
-    """The mode that the options ask for, also by the originals' flag; pipeline stages recompute by default."""
-    if numerics.recompute_mode is not None:
-        return numerics.recompute_mode
-    if not (numerics.enable_recompute or numerics.memory_budget is not None or parallel.pipeline_splits):
-        return "none"
-    return "manual" if numerics.recompute_checkpoints else "auto"
-
-
-def is_scaled(numerics: Numerics, machine: Machine) -> bool:
-    """Whether updates use the loss scale and the half-precision update rules."""
-    asked = numerics.auto_loss_scaling or numerics.loss_scaling != 1.0 or numerics.initial_loss_scaling is not None
-    return asked or machine.precision not in ("32.32", "bf16.32", "auto")
-
-
-def averages(averaging: Averaging) -> bool:
-    """Whether checkpoints are averaged after training."""
-    return averaging.weight_avg_strategy != "none"
 
 
 # Rules: each returns what is wrong, in one line, or None. Its parameters are the sections that it reads, and it holds
@@ -562,7 +501,7 @@ def _splits_of_predictions_are_layers_or_auto(inference: Inference) -> str | Non
 def _wrong_splits(splits: tuple[str, ...]) -> str | None:
     expected = "layers, such as layer2/0 layer3/0, or auto:N alone, with N at least 2, or nothing for one stage"
     for split in splits:
-        if split.startswith("auto") and (len(splits) > 1 or not (_AUTO.fullmatch(split) and int(split[5:]) >= 2)):
+        if split.startswith("auto") and (len(splits) > 1 or not (AUTO_STAGES.fullmatch(split) and int(split[5:]) >= 2)):
             return f"--pipeline-splits: got '{' '.join(splits)}', expected {expected}"
     return None
 

@@ -14,10 +14,10 @@ from falconet.checkpoint.initial_weights import Asked, InitialWeights
 from falconet.checkpoint.manifest import Manifest
 from falconet.checkpoint.origin import find_origin
 from falconet.config.commands import TrainOptions, ValidateOptions
+from falconet.config.facts import PHOTO_KINDS
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, OptionsT, load_options
 from falconet.config.options import Data
-from falconet.config.rules import PHOTO_KINDS
 from falconet.config.settings import CHECKPOINT, WEIGHTS, Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
 from falconet.data.sources.folder import validates_by_name

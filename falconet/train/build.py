@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from falconet.checkpoint import disk
 from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Company, SharedWriter, Writer
-from falconet.config import commands, rules
+from falconet.config import commands, facts
 from falconet.config.fields import value_or
 from falconet.config.options import rate_share, resolutions, share_of
 from falconet.data.dataset import Dataset, published_dataset
@@ -117,7 +117,7 @@ def phases_built(launch: Launch, site: Site) -> list["BuiltPhase"]:
 def with_images(launch: Launch) -> Launch:
     """The run with its data open, once for everything that needs it; images that are made up depend on the batch."""
     options = launch.loaded.options
-    if launch.images is not None or not rules.is_stored(options.data):
+    if launch.images is not None or not facts.is_stored(options.data):
         return launch
     return replace(launch, images=_open_images(launch, global_batch=options.data.micro_batch))
 
@@ -375,7 +375,7 @@ def loss_scale(options: commands.TrainOptions, plan: Plan, *, regime: Regime, wo
     """The scale that the options ask for; None: neither they nor the regime need one."""
     numerics = options.numerics
     initial, final = numerics.initial_loss_scaling, numerics.loss_scaling
-    if not rules.is_scaled(numerics, options.machine):
+    if not facts.is_scaled(numerics, options.machine):
         return None
     if numerics.auto_loss_scaling:
         return AutomaticScale(

@@ -8,7 +8,7 @@ from falconet.checkpoint.foreign import read_file
 from falconet.checkpoint.initial_weights import InitialWeights
 from falconet.checkpoint.manifest import MANIFEST
 from falconet.checkpoint.origin import Origin, find_origin, own_origin
-from falconet.config import commands, rules
+from falconet.config import commands, facts, rules
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import LOWERED, LoadedTraining
 from falconet.config.recipes import EXTENDS, PHOTOS_CONFIG, is_file, source_of
@@ -97,7 +97,7 @@ def open_images(options: commands.TrainOptions, *, global_batch: int) -> Dataset
         model=options.model.model,
         global_batch=global_batch,
         seed=options.run.seed,
-        use_objects=rules.boxes_used(options.data, options.augmentation),
+        use_objects=facts.boxes_used(options.data, options.augmentation),
         percentage=options.training.dataset_percentage,
         to_train=True,
     )
@@ -157,7 +157,7 @@ def _with_length(loaded: LoadedTraining, images: Dataset | None) -> tuple[Loaded
         updates = options.training.limit(per_epoch) or options.training.epochs * per_epoch
         warmup = warmup_for(options.learning_rate.warmup_epoch, updates=updates, per_epoch=per_epoch)
         options = replace(options, learning_rate=replace(options.learning_rate, warmup_epoch=warmup))
-    is_fixed = rules.is_stored(options.data)  # others depend on the batch
+    is_fixed = facts.is_stored(options.data)  # others depend on the batch
     return replace(loaded, options=options), images if is_fixed else None
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands
+from falconet.config.facts import least_micro_batch
 from falconet.config.load import Loaded
 from falconet.config.recipes import PHOTOS_CONFIG, source_of
-from falconet.config.rules import least_micro_batch
 from falconet.config.settings import LINE
 from falconet.data import mixing
 from falconet.data.buffers import Batch

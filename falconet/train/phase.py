@@ -10,7 +10,7 @@ import torch
 from falconet.checkpoint.format import whole_after
 from falconet.checkpoint.manifest import IMAGES
 from falconet.checkpoint.state import Progress, TrainState
-from falconet.config import rules
+from falconet.config import facts
 from falconet.config.fields import options_of, value_of
 from falconet.data.buffers import Batch
 from falconet.errors import Interrupted
@@ -429,7 +429,7 @@ def _open_style(built: BuiltPhase, folder: Path, *, sinks: Sequence[Sink]) -> St
             parameters=built.placement.network.parameters,
             global_batch=built.plan.global_batch,
             replicas=built.plan.replicas,
-            stages=rules.stages_of(options.parallel),
+            stages=facts.stages_of(options.parallel),
             image_size=built.images.training.image_size,
             epochs=built.plan.epoch_at(built.plan.updates),
             metric=built.images.metric,

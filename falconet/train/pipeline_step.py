@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.config import rules
+from falconet.config import facts
 from falconet.data import mixing
 from falconet.data.buffers import Batch
 from falconet.data.image_files import BadImages
@@ -308,7 +308,7 @@ class StagedModel:
 
     @property
     def _mode(self) -> str:
-        return rules.recompute_mode(self.setup.options.numerics, self.setup.options.parallel)
+        return facts.recompute_mode(self.setup.options.numerics, self.setup.options.parallel)
 
     @cached_property
     def _kept(self) -> list[str]:

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from falconet.checkpoint.state import TrainState
-from falconet.config import commands, rules
+from falconet.config import commands, facts
 from falconet.errors import ConfigError, named_option
 from falconet.evaluation import evaluate
 from falconet.evaluation.evaluate import Measure, Observe, overlook
@@ -242,7 +242,7 @@ def choose_recomputation(
 ) -> Recomputation | None:
     """What the options ask for; None: they do not ask. The model is only looked at."""
     numerics = options.numerics
-    mode = rules.recompute_mode(numerics, options.parallel)
+    mode = facts.recompute_mode(numerics, options.parallel)
     if mode == "none":
         return None
     if mode == "manual":

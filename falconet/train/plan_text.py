@@ -2,8 +2,8 @@
 
 import torch
 
-from falconet.config import commands, options, rules
-from falconet.config.rules import PHOTO_KINDS
+from falconet.config import commands, facts, options
+from falconet.config.facts import PHOTO_KINDS
 from falconet.data import input, native
 from falconet.data.order import class_weights
 from falconet.errors import named_option
@@ -152,7 +152,7 @@ def _machine(built: BuiltPhase) -> str:
 def _numerics(asked: commands.TrainOptions, *, regime: Regime, device: torch.device) -> list[str]:
     written = "stochastic rounding" if rounding(asked, regime=regime) else "rounding to nearest"
     lines = [f"precision {regime.describe(device)}" + (f", {written}" if regime.is_half else "")]
-    if rules.is_scaled(asked.numerics, asked.machine):
+    if facts.is_scaled(asked.numerics, asked.machine):
         lines.append(f"loss scale {_loss_scale(asked)}")
     if asked.numerics.half_partial:
         lines.append(describe_half_partials(regime, device))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from falconet.checkpoint.initial_weights import InitialWeights
 from falconet.checkpoint.manifest import Checkpoint
-from falconet.config import commands, rules
+from falconet.config import commands, facts
 from falconet.config.load import LoadedTraining, left_out
 from falconet.data.dataset import Dataset
 from falconet.errors import ConfigError
@@ -59,7 +59,7 @@ def prepare(
     One process on each of several hosts meets the others. None is started.
     """
     place = environment.find_place(os.environ)
-    processes.check_stages(rules.stages_of(loaded.options.parallel))
+    processes.check_stages(facts.stages_of(loaded.options.parallel))
     found = defaults.settle(loaded, is_new=restored is None)
     settled = processes.with_replicas(found.loaded, restored, place)
     divided = processes.divide(settled, place)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from falconet.checkpoint.manifest import Checkpoint, Manifest
-from falconet.config import commands, options, rules
+from falconet.config import commands, facts, options
 from falconet.config.fields import value_or
 from falconet.config.load import LoadedTraining
 from falconet.config.settings import CHECKPOINT, is_asked_for
@@ -223,12 +223,12 @@ def _spanned(options: commands.TrainOptions, division: Division) -> Division:
 
 def _stages(options: commands.TrainOptions) -> int:
     """Stages of a replica that may run in separate processes; a run that freezes layers keeps them in one."""
-    return 1 if options.fine_tuning.half_res_training else rules.stages_of(options.parallel)
+    return 1 if options.fine_tuning.half_res_training else facts.stages_of(options.parallel)
 
 
 def _whole(options: commands.TrainOptions, division: Division) -> Division:
     """The division, with a note on stages that share a process."""
-    stages = rules.stages_of(options.parallel)
+    stages = facts.stages_of(options.parallel)
     if stages == 1 or not options.fine_tuning.half_res_training:
         return division
     if options.parallel.strict_devices:
@@ -265,7 +265,7 @@ def _check_interleaving(options: commands.TrainOptions, division: Division) -> N
     """Check the accumulation, which more replicas than the checkpoint had may have lowered since the rules saw it."""
     if options.parallel.pipeline_schedule != "interleaved":
         return
-    asked = options.training.gradient_accumulation, rules.stages_of(options.parallel)
+    asked = options.training.gradient_accumulation, facts.stages_of(options.parallel)
     for accumulation, stages in (asked, (division.accumulation, division.stages)):
         if accumulation < stages:
             raise ConfigError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint.initial_weights import InitialWeights
-from falconet.config import commands, rules
+from falconet.config import commands, facts
 from falconet.config.options import resolutions
 from falconet.data.crops import Crops
 from falconet.data.dataset import Dataset
@@ -155,7 +155,7 @@ class Setup:
 
     def normalise_to(self, channels: int) -> Normalise:
         """The normalisation into the regime's own format, unless images are mixed, which takes full precision."""
-        is_mixed = rules.least_micro_batch(self.options.augmentation) > 1
+        is_mixed = facts.least_micro_batch(self.options.augmentation) > 1
         is_direct = self.device.type == "cuda" and not is_mixed
         dtype = self.regime.formats(self.device)["activations"] if is_direct else torch.float32
         return self.images.normalise(self.device, dtype=dtype, channels=channels)
