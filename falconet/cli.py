@@ -18,7 +18,6 @@ from falconet.config.commands import (
 )
 from falconet.config.help import EVERYTHING, help_lines, overview
 from falconet.config.load import read_line
-from falconet.config.recipes import PHOTOS_CONFIG
 from falconet.errors import (
     NO_ROOM,
     SHORTAGES,
@@ -102,7 +101,7 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     if command in ONE_PROCESS and not is_first(os.environ):
         return DONE
     with exits.at_once():
-        photos = PHOTOS_CONFIG if conventions.is_ours else None  # the originals trained photos from scratch
+        photos = conventions.photos_config
         loaded = inputs.load(command, read_line(command, rest, photos=photos))
     from falconet.report.console import NOTICE, Noticed  # imports rich, which help and mistakes do not need
 

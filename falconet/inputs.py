@@ -9,7 +9,7 @@ from pathlib import Path
 from falconet.bench import triton_server
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import require_folder as require_checkpoints
-from falconet.config import rules
+from falconet.config import facts, rules
 from falconet.config.commands import (
     AverageOptions,
     Command,
@@ -268,7 +268,7 @@ def _check_bench_serve(load: Load) -> None:
 
 def _check_data(data: Data, options: Command) -> None:
     """Check the photos; the name of their folder may have been meant as another kind of data."""
-    if data.data not in rules.PHOTO_KINDS or rules.only_planned(options):
+    if data.data not in facts.PHOTO_KINDS or facts.only_planned(options):
         return
     assert data.data_dir is not None, "a rule requires it"
     try:

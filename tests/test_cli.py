@@ -92,7 +92,7 @@ def test_help_shows_common_options_and_headings_and_help_all_shows_everything(fa
 
 def test_help_shows_types_and_defaults(falconet):
     shown = " ".join(falconet("train --help-all").out.split())
-    assert "--lr-decay X ... Factor of a drop" in shown
+    assert "--lr-decay X ... Factor of each drop" in shown
     assert "--config TEXT A named config" in shown
     assert (
         "--momentum X Momentum of sgd, rmsprop and lars, and of what muon does not orthogonalise (default: 0.9)."

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Literal
 
 from falconet.checkpoint.disk import FileRecord as FileRecord
 from falconet.checkpoint.disk import aside, discard, move_into_place, named, sweep, sync_folder, write_bytes
-from falconet.checkpoint.manifest import MANIFEST, SUFFIX, by_name, require_folder, write_manifest
+from falconet.checkpoint.manifest import MANIFEST, SUFFIX, Position, by_name, require_folder, write_manifest
 from falconet.checkpoint.manifest import Checkpoint as Checkpoint
 from falconet.checkpoint.manifest import Manifest as Manifest
-from falconet.checkpoint.manifest import Progress as Progress
 from falconet.checkpoint.manifest import read_manifest as read_manifest
 from falconet.errors import CheckpointError, did_you_mean
 
@@ -259,7 +258,7 @@ def _first_whole(path: Path, candidates: Sequence[Path], note: Callable[[str], N
     raise CheckpointError(f"{path}: {which} complete; {errors[0]}")
 
 
-def whole_after(path: Path, progress: Progress) -> Path | None:
+def whole_after(path: Path, progress: Position) -> Path | None:
     """Find the newest checkpoint in `path` that verifies, is not an average and is further on than `progress`."""
     for folder in _newest_first(checkpoints_in(path)):
         manifest = readable_manifest(folder)
@@ -300,11 +299,11 @@ def readable_manifest(folder: Path) -> Manifest | None:
 def _age(folder: Path) -> tuple[bool, int, int, int, str]:
     """A sort key by progress; unreadable checkpoints come last, by name."""
     manifest = readable_manifest(folder)
-    progress = manifest.progress if manifest else Progress(0, 0, 0)
+    progress = manifest.progress if manifest else Position(0, 0, 0)
     return manifest is None, *_order(progress), folder.name
 
 
-def _order(progress: Progress) -> tuple[int, int, int]:
+def _order(progress: Position) -> tuple[int, int, int]:
     return progress.epoch, progress.images, progress.update
 
 
@@ -331,7 +330,7 @@ def prune(
     folder: Path,
     *,
     keep: int | None,
-    in_turn: Callable[[Progress], bool] = lambda _: True,
+    in_turn: Callable[[Position], bool] = lambda _: True,
     run: str | None = None,
 ) -> list[Path]:
     """Remove the oldest checkpoints in `folder` beyond `keep`, except the best validated one.

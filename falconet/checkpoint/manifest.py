@@ -24,6 +24,7 @@ MOST_CLASSES, MOST_UNNAMED = 1_000_000, 10_000  # with and without their names
 MOST_THREADS = 1 << 16  # or processes
 MOST_VALUES = 1 << 48  # of a tensor
 LARGEST = 1 << 53  # epochs, images, updates: exact as a float
+MOST_DIGITS = 15  # of a number among the options
 SEVERAL_LABELS = "several_labels"  # in the manifest of a model for images with any number of labels; else absent
 IMAGES = "images"  # in the manifest: how many images its run had, and their digest
 SECTIONS = ("preprocessing", "metrics", "meter", "runtime", "versions")  # objects in the manifest; may be empty
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Progress:
+class Position:
     """The progress of training when the checkpoint was saved."""
 
     epoch: int
@@ -72,7 +73,7 @@ class Manifest:
     format: int
     model: str
     classes: int
-    progress: Progress
+    progress: Position
     class_names: tuple[str, ...]
     preprocessing: dict[str, Any]
     config: dict[str, dict[str, Any]]  # every option of its run, with its value and source
@@ -143,6 +144,13 @@ class Manifest:
         if not isinstance(value, str):
             raise CheckpointError(f"the checkpoint's config has no usable '{name}'; expected that of a training run")
         return value
+
+    def number(self, name: str) -> int:
+        """The value of an option that is a whole number."""
+        text = self.option(name)
+        if not text.isdecimal() or len(text) > MOST_DIGITS:
+            raise CheckpointError(f"the checkpoint's config has {text!r:.40} for '{name}', expected a number")
+        return int(text)
 
     def digests(self, stem: str) -> tuple[str, ...]:
         """The digests of the files that hold `stem`; empty if none does."""
@@ -273,7 +281,7 @@ def _manifest(content: dict[str, Any], path: Path) -> Manifest:
         format=content["format"],
         model=_typed(content, "model", str, path),
         classes=classes,
-        progress=Progress(
+        progress=Position(
             **{key: _whole(progress, key, path) for key in ("epoch", "images", "update")},
             phase=_whole(progress, "phase", path, least=1, default=1),
             epoch_images=_whole(progress, "epoch_images", path, default=0) or None,

@@ -11,7 +11,7 @@ from torch import nn
 from falconet.bench import model_speed
 from falconet.bench.model_speed import Subject
 from falconet.checkpoint import format
-from falconet.config import rules
+from falconet.config import facts
 from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, of_command, typed, unused_notes
@@ -19,6 +19,7 @@ from falconet.config.options import Machine, share_of
 from falconet.config.settings import LINE, Setting
 from falconet.data.dataset import open_to_measure
 from falconet.errors import CheckpointError, named_option
+from falconet.evaluation import saved_model
 from falconet.models import splits
 from falconet.models.zoo import build_model
 from falconet.numerics.cuda_graphs import Captured
@@ -37,7 +38,6 @@ from falconet.report.console import Say, are
 from falconet.report.folders import RUNS
 from falconet.report.kernel_times import brief, kernel_times
 from falconet.report.styles import FALCONET, Conventions
-from falconet.train import saved_model
 
 
 def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> int:
@@ -55,7 +55,7 @@ def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> in
         screen = console.screen_of(world, words=conventions.words)
         if asked > world.size:
             screen.line(f"note: {folding(asked, place=place, here=here)}")
-        requested = rules.stages_of(options.inference)
+        requested = facts.stages_of(options.inference)
         if requested > stages:
             what = _in_words(device_kind(options.machine.device))
             screen.line(f"note: {requested} stages requested, {what}: the whole model predicts on one")
@@ -136,7 +136,7 @@ def devices_here(machine: Machine) -> int:
 
 def _stages(options: InferOptions) -> int:
     """The number of stages of a model, each on a device of its own; 1 if there are too few devices."""
-    stages = rules.stages_of(options.inference)
+    stages = facts.stages_of(options.inference)
     return stages if device_kind(options.machine.device) == "cuda" and torch.cuda.device_count() >= stages else 1
 
 

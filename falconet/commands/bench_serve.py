@@ -24,6 +24,7 @@ from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, named_option
+from falconet.evaluation.saved_model import refuse_download
 from falconet.exits import DONE
 from falconet.export import checks, triton_repository
 from falconet.export.formats import ONNX, save_onnx
@@ -35,7 +36,6 @@ from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
 from falconet.report.console import Say, Screen
 from falconet.report.styles import FALCONET, Conventions
-from falconet.train.saved_model import refuse_download
 
 RUNNING, OURS, TRITON = "server", "falconet", "triton"  # what a server is called in the results
 HELD = 8  # different batches, used in turn

@@ -12,8 +12,8 @@ import torch
 import falconet
 from falconet import writing
 from falconet.config.commands import DataBenchOptions
+from falconet.config.facts import boxes_used
 from falconet.config.load import Loaded, unused_notes
-from falconet.config.rules import boxes_used
 from falconet.data import input, measure
 from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input

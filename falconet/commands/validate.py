@@ -14,21 +14,23 @@ from torch import Tensor
 from falconet import writing
 from falconet.checkpoint import format
 from falconet.config.commands import ValidateOptions
+from falconet.config.facts import PHOTO_KINDS
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, typed, unused_notes
-from falconet.config.rules import PHOTO_KINDS
 from falconet.config.settings import Setting
 from falconet.data.loader import stretch
 from falconet.errors import CheckpointError, ConfigError, named_option
+from falconet.evaluation import accuracy_table, breakdown, saved_model
+from falconet.evaluation.accuracy_table import Accuracy
+from falconet.evaluation.breakdown import Breakdown, Collected, MultiLabelPredictions, Precisions, Predictions
+from falconet.evaluation.evaluate import Evaluation, Observe, overlook, require_accuracy
 from falconet.models import views
 from falconet.parallel import environment
 from falconet.parallel.world import World, open_machine
 from falconet.report import console
 from falconet.report.console import Counting, Say
 from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Validated
-from falconet.train import breakdown, evaluate, processes, saved_model
-from falconet.train.breakdown import Breakdown, Collected, MultiLabelPredictions, Precisions, Predictions
-from falconet.train.evaluate import Accuracy, Evaluation, Observe, overlook
+from falconet.train import processes
 
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
@@ -61,11 +63,11 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
     style = conventions.style(RunLog(screen.line, folder if world.is_first else None))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for opened in _opened(loaded, screen.line, world):
-            evaluate.require_accuracy(opened.images, "falconet validate")
+            require_accuracy(opened.images, "falconet validate")
             style.validated(_validated(_timed(opened, stated, world, say), count=world.size))
         return 0
     if world.is_first:
-        writing.require_writable(stated.table.output or folder / evaluate.ACCURACIES_FILE, "--output")
+        writing.require_writable(stated.table.output or folder / accuracy_table.FILE, "--output")
     rows: list[Accuracy] = []
     details: list[dict[str, object]] = []
     better: list[Breakdown | Precisions] = []
@@ -85,15 +87,15 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
         rows.append(Accuracy(name=opened.name, epoch=opened.epoch, found=found, classes=len(opened.class_names)))
         details.append(breakdown.measured_json(opened.name, opened.epoch, found, parts))
         better += [parts] if opened.is_better else []
-    table = evaluate.tabulate_accuracies(rows)
+    table = accuracy_table.tabulate(rows)
     if not world.is_first:
         return 0
-    evaluate.show_accuracies(table, screen.line)
+    accuracy_table.show(table, screen.line)
     for text in (*better[0].lines(), "") if len(better) == 1 else ():
         screen.line(text)
     named, also = stated.table.output is not None, output.with_suffix(".json")
-    evaluate.write_accuracies(table, output, option="--output", named=named)
-    evaluate.write_result(json.dumps({"models": details}) + "\n", also, option="--output", named=named)
+    accuracy_table.write(table, output, option="--output", named=named)
+    accuracy_table.write_result(json.dumps({"models": details}) + "\n", also, option="--output", named=named)
     screen.line(f"written to {output} and {also}")
     if stated.table.predictions:
         screen.line(f"predictions of every image written to {stated.table.predictions}")
@@ -255,7 +257,7 @@ def _named(path: Path) -> Path:
 
 def _file_name(path: Path | None, opened: saved_model.Opened) -> str:
     """The name of the table; a single model's contains the model's name, and that of photos from elsewhere."""
-    data, named = opened.options.data, [Path(evaluate.ACCURACIES_FILE).stem]
+    data, named = opened.options.data, [Path(accuracy_table.FILE).stem]
     if path is None or _is_one(path):
         named.append(Path(opened.name).name if path is None else _named(path).name)
     if opened.other_data is not None:

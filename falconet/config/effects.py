@@ -1,4 +1,4 @@
-"""Which options have no effect without which others: one table for training, one for every other command."""
+"""Options that have no effect without others: a table for training, and one for every other command."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -7,9 +7,7 @@ from typing import Any, TypeVar
 
 from falconet.config import commands
 from falconet.config.commands import TrainOptions
-from falconet.config.fields import options_of, value_of
-from falconet.config.options import Augmentation, Data, Machine, Model
-from falconet.config.rules import (
+from falconet.config.facts import (
     PHOTO_KINDS,
     averages,
     boxes_used,
@@ -19,6 +17,8 @@ from falconet.config.rules import (
     recompute_mode,
     uses_cutmix,
 )
+from falconet.config.fields import options_of, value_of
+from falconet.config.options import Augmentation, Data, Machine, Model
 from falconet.config.settings import LINE, is_asked_for
 
 OptionsT = TypeVar("OptionsT")
@@ -26,7 +26,7 @@ Row = tuple[str, str, Callable[[OptionsT], bool]]  # an option, what follows "ha
 
 
 def _each(names: Iterable[str], why: str, holds: Callable[[OptionsT], bool]) -> list[Row[OptionsT]]:
-    """A row for each of several options. `holds` is a named function: mypy does not look into a lambda here."""
+    """Rows with the same reason and condition. `holds` is a named function: mypy does not look into a lambda here."""
     return [(name, why, holds) for name in names]
 
 
@@ -104,18 +104,18 @@ def _augments_by(name: str) -> Callable[[TrainOptions], bool]:
 
 
 def _pads_shortcuts(options: TrainOptions) -> bool:
-    """Whether shortcuts have zero channels: by --shortcut-type, or in the CIFAR networks of basic blocks."""
+    """Whether shortcuts have zero channels: by --shortcut-type, or by default in CIFAR networks of basic blocks."""
     kind, name = options.model.shortcut_type, options.model.model
     return kind == "A" or (kind == "auto" and name in CIFAR_BASIC)
 
 
 def _draws_weights(options: TrainOptions) -> bool:
-    """Not where weights are read: by restore from its checkpoint, or from --init-path."""
+    """Whether weights are drawn, not read: restore reads its checkpoint's, --init-path a file's."""
     return options.training.init_path is None and not isinstance(options, commands.RestoreOptions)
 
 
 def _normalises_by_dataset(options: TrainOptions) -> bool:
-    """Whether pixels are normalised by numbers of the whole dataset."""
+    """Whether pixels are normalised by the mean and deviation of the whole dataset."""
     return options.data.normalization_location != "none" and options.data.normalization == "deviation"
 
 
@@ -253,7 +253,7 @@ EFFECTIVE_WHEN: tuple[Row[TrainOptions], ...] = (  # what follows "has no effect
     *_each(("capture", "model-cache-path"), "--device cuda or auto", _may_use_cuda),
 )
 
-REPLACED_BY = {  # by another option that states the same in another way
+REPLACED_BY = {  # by another option, which states the same in another way
     "epoch": "updates",
     "logs-per-epoch": "log-interval",
     "lr-scheduler-freq": "lr-changes",
@@ -262,7 +262,7 @@ REPLACED_BY = {  # by another option that states the same in another way
 
 
 def notes(options: object, sources: Mapping[str, str]) -> Iterator[str]:
-    """One line for each option that was asked for and has no effect here; none where the line overrides a config."""
+    """A line for each option that was asked for and has no effect, unless the command line replaced it."""
     known = options_of(type(options))
     for name, why in unused(options).items():
         changed = value_of(options, known[name]) != known[name].default  # a run's config.yaml names every default
@@ -272,7 +272,7 @@ def notes(options: object, sources: Mapping[str, str]) -> Iterator[str]:
 
 
 def unused(options: object) -> dict[str, str]:
-    """Every option without effect here, and why."""
+    """Every option without effect, and why."""
     found: dict[str, str] = {}
     for name, why, holds in ELSEWHERE.get(type(options), ()):
         if not holds(options):
@@ -288,7 +288,7 @@ def unused(options: object) -> dict[str, str]:
 
 
 def _as_training(options: object) -> commands.TrainOptions:
-    """A training with the sections that a command shares with it, and defaults for the others."""
+    """Options of training with the sections that a command shares with it, and defaults for the others."""
     if isinstance(options, commands.TrainOptions):
         return options
     shared = {section.name for section in fields(commands.TrainOptions)}
@@ -317,7 +317,7 @@ def _has_checkpoints(options: _Reading) -> bool:
 
 
 def _opens_checkpoints(options: _Opening) -> bool:
-    """Whether prediction or export takes the model out of a folder of checkpoints."""
+    """Whether prediction or export takes its model from a folder of checkpoints."""
     weights = options.pretrained.pretrained
     return _has_checkpoints(options) or (isinstance(weights, Path) and not weights.is_file())
 
@@ -342,7 +342,7 @@ _ONLY_IN_TRAINING = (
     *("batchnorm-momentum", "disable-stable-batchnorm", "efficientnet-dropout", "efficientnet-drop-path"),
     *("weight-init", "zero-init"),
 )
-_NOT_TRAINED = _each(_ONLY_IN_TRAINING, "on a model that is not trained", _never)
+_NOT_TRAINED = _each(_ONLY_IN_TRAINING, "on a model that is not being trained", _never)
 _NOT_MIXED = ("label_smoothing", "mixup_alpha", "cutmix_lambda_low", "cutmix_lambda_high", "cutmix_disable_prob")
 _ALONE = "on the input pipeline, which has no model"
 _UNVALIDATED = ("validation-batch-size", "because nothing is validated", _never)
@@ -356,7 +356,7 @@ _NO_CHOICE = ("checkpoint", "without a folder to choose from", _has_checkpoints)
 
 
 def _in(command: type[OptionsT], *rows: Row[OptionsT]) -> tuple[type[object], tuple[Row[Any], ...]]:
-    """The rows of a command; mypy checks that their conditions take its options."""
+    """A command with its rows; mypy checks that their conditions take its options."""
     return command, rows
 
 
@@ -412,7 +412,7 @@ ELSEWHERE = dict(
         ),
     )
 )
-# Options that have an effect in a command where the same line would have none in training.
+# Options that have an effect in a command although the same line would have none in training.
 OTHERWISE = {
     (commands.InferOptions, "iterations"),
     (commands.BenchServeOptions, "iterations"),

@@ -18,7 +18,7 @@ CONTINUED = " \\"  # at the end of a shell's line
 
 
 def overview(commands: dict[str, type[Command]], *, usage: str) -> list[str]:
-    """Every command on a line."""
+    """The overview: every command on a line."""
     width = max(map(len, commands))
     rows = (_row(name, _about(command), width=width) for name, command in commands.items())
     return [
@@ -69,7 +69,7 @@ def title(section: type[object]) -> str:
 
 
 def default_of(option: Option) -> str:
-    """An option's default as it would be typed; none: it is unset or empty."""
+    """An option's default as it would be typed, or `none` if it is unset or empty."""
     if option.default is None or option.default == ():
         return "none"
     if isinstance(option.default, bool):
@@ -78,7 +78,7 @@ def default_of(option: Option) -> str:
 
 
 def for_photos(command: type[object]) -> dict[str, str]:
-    """The defaults of a training on photos that are not the options' own, by option."""
+    """The defaults, by option, that differ where a run trains on photos."""
     if command not in (TrainOptions, SearchOptions, DoctorOptions):
         return {}
     known = options_of(command)

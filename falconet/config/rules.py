@@ -1,12 +1,21 @@
-"""What may not be combined: one table of rules, and the derived facts that rules and runs share."""
+"""Rules: which options may not be combined, and what they need of one another, in one table."""
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from inspect import get_annotations
-from typing import Literal
 
 from falconet.config.commands import Command, RestoreOptions, TrainOptions
+from falconet.config.facts import (
+    AUTO_STAGES,
+    PHOTO_KINDS,
+    averages,
+    is_scaled,
+    least_micro_batch,
+    only_planned,
+    recompute_mode,
+    stages_of,
+    uses_cutmix,
+)
 from falconet.config.options import (
     ALLOWED,
     BOUND_TO_WEIGHTS,
@@ -42,9 +51,6 @@ from falconet.config.options import (
 )
 from falconet.errors import ConfigError, did_you_mean
 
-PHOTO_KINDS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
-_AUTO = re.compile(r"auto:\d{1,4}")
-
 
 def check(options: object, *, but: Collection["Rule"] = ()) -> None:
     """Raise ConfigError for the first rule that the options break; `but`: rules that they need not follow yet."""
@@ -64,73 +70,6 @@ def read_by(reader: Callable[..., object], options: object) -> dict[str, object]
     given |= {type(section): section for section in vars(options).values()}
     kinds = {name: kind for name, kind in get_annotations(reader).items() if name != "return"}
     return {name: given[kind] for name, kind in kinds.items()} if given.keys() >= set(kinds.values()) else None
-
-
-# What options mean together.
-
-
-def only_planned(options: Command) -> bool:
-    """Whether a run is only planned, on data whose published size is known."""
-    return isinstance(options, TrainOptions) and options.data.data == "imagenet" and options.run.plan
-
-
-def is_stored(data: Data) -> bool:
-    """Whether images are read, not made up."""
-    return data.data not in ("generated", "synthetic")
-
-
-def crops(augmentation: Augmentation) -> bool:
-    """Whether images may be cropped at random."""
-    return augmentation.augment in ("auto", "crop-flip")
-
-
-def crops_photos(data: Data, augmentation: Augmentation) -> bool:
-    """Whether photos are cropped at random."""
-    return data.data in PHOTO_KINDS and crops(augmentation)
-
-
-def boxes_used(data: Data, augmentation: Augmentation) -> Literal["no", "if there", "yes"]:
-    """Whether these crops look at annotated objects."""
-    if not crops_photos(data, augmentation):
-        return "no"
-    if augmentation.use_bbox_info:
-        return "yes"
-    return "if there" if augmentation.use_bbox_info_if_there else "no"
-
-
-def uses_cutmix(augmentation: Augmentation) -> bool:
-    return (augmentation.cutmix_lambda_low, augmentation.cutmix_lambda_high) not in ((0.0, 0.0), (1.0, 1.0))
-
-
-def least_micro_batch(augmentation: Augmentation) -> int:
-    """Images of a micro-batch, so that mixing finds partners in it."""
-    return 2 if uses_cutmix(augmentation) or augmentation.mixup_alpha > 0 else 1
-
-
-def stages_of(section: Parallel | Inference) -> int:
-    """Stages of one replica that the options ask for."""
-    splits = section.pipeline_splits
-    return int(splits[0][5:]) if splits and _AUTO.fullmatch(splits[0]) else len(splits) + 1
-
-
-def recompute_mode(numerics: Numerics, parallel: Parallel) -> Literal["none", "auto", "manual"]:
-    """The mode that the options ask for, the originals' flag included; pipeline stages recompute by default."""
-    if numerics.recompute_mode is not None:
-        return numerics.recompute_mode
-    if not (numerics.enable_recompute or numerics.memory_budget is not None or parallel.pipeline_splits):
-        return "none"
-    return "manual" if numerics.recompute_checkpoints else "auto"
-
-
-def is_scaled(numerics: Numerics, machine: Machine) -> bool:
-    """Whether updates use the loss scale and the half-precision update rules."""
-    asked = numerics.auto_loss_scaling or numerics.loss_scaling != 1.0 or numerics.initial_loss_scaling is not None
-    return asked or machine.precision not in ("32.32", "bf16.32", "auto")
-
-
-def averages(averaging: Averaging) -> bool:
-    """Whether checkpoints are averaged after training."""
-    return averaging.weight_avg_strategy != "none"
 
 
 # Rules: each returns what is wrong, in one line, or None. Its parameters are the sections that it reads, and it holds
@@ -182,7 +121,7 @@ def _proxy_norm_follows_a_norm(model: Model) -> str | None:
 
 
 def _proxy_norm_without_lars(model: Model, optimizer: Optimizer) -> str | None:
-    """As in the original, which never tried it with layer-wise rates."""
+    """Refuse what the original never tried: proxy norm with layer-wise rates."""
     if model.proxy_norm and optimizer.optimizer == "lars":
         return "--proxy-norm: does not work with --optimizer lars; expected sgd, rmsprop_tf or adamw"
     return None
@@ -225,8 +164,8 @@ def _colours_are_three(data: Data) -> str | None:
 
 
 def unfit_for_weights(model: Model) -> str | None:
-    """Name the option that published weights do not fit, not the tensors whose shape it changes."""
-    needs = {  # what gives an option an effect; without that, it fits any weights
+    """Name an option that published weights do not fit, rather than the tensors whose shapes it changes."""
+    needs = {  # what an option needs to have an effect; without it, any weights fit
         "norm-num-groups": model.norm_type == "group",
         "norm-grouping": model.norm_type == "group",
         "proxy-epsilon": model.proxy_norm,
@@ -242,7 +181,7 @@ def unfit_for_weights(model: Model) -> str | None:
 
 
 def _training_starts_with_weights_that_fit(training: Training, model: Model) -> str | None:
-    """Of `auto` this is checked when the weights are found: not every model has some."""
+    """Check `published`; `auto` is checked when weights are found, because not every model has them."""
     return unfit_for_weights(model) if training.pretrained == "published" else None
 
 
@@ -288,7 +227,7 @@ def _stages_do_not_search(parallel: Parallel, data: Data) -> str | None:
 
 
 def pixels_change(augmentation: Augmentation) -> str | None:
-    """The first option that asks for changed pixels."""
+    """The first option that changes pixels."""
     asked = {
         "auto-augment": augmentation.auto_augment != "none",
         "color-jitter": augmentation.color_jitter > 0,
@@ -303,11 +242,11 @@ def _changed_pixels_are_bytes(augmentation: Augmentation, data: Data) -> str | N
     asked = pixels_change(augmentation)
     if asked is None or data.eight_bit_io:
         return None
-    return f"--{asked}: changes pixels on the device, which gets values; expected --eight-bit-io"
+    return f"--{asked}: changes pixels as bytes, and --no-eight-bit-io copies values; expected --eight-bit-io"
 
 
 def _resident_images_are_bytes_of_one_size(data: Data, augmentation: Augmentation) -> str | None:
-    """What is kept on the device is copied there once, before it is known how an image moves."""
+    """Refuse what cannot be kept on the device: images are copied there once, before their moves are drawn."""
     if data.dataset_location == "host":
         return None
     if data.data in PHOTO_KINDS:
@@ -344,7 +283,7 @@ def _one_choice_of_weights(training: Training, fine_tuning: FineTuning) -> str |
 
 
 def _unfreezing_is_undivided(training: Training, optimizer: Optimizer, parallel: Parallel) -> str | None:
-    """The passes of stages, and the norms that sharded lars sums, have one set of weights."""
+    """Refuse a change of trained weights for stages and sharded lars, which need one set throughout."""
     for name, epochs in (("--unfreeze-after", training.unfreeze_after), ("--freeze-after", training.freeze_after)):
         if epochs is not None and parallel.pipeline_splits:
             return f"{name}: does not work with --pipeline-splits; expected --freeze alone, or one stage"
@@ -473,7 +412,7 @@ def _one_kind_of_loss_scale(numerics: Numerics) -> str | None:
 
 
 def _sharded_lars_has_one_type(parallel: Parallel, optimizer: Optimizer, machine: Machine) -> str | None:
-    """Layer norms are summed over the replicas in one message, which holds one type; normalisation layers are fp32."""
+    """Refuse mixed types: lars sums norms over replicas in one message of one type; normalisation layers are fp32."""
     mixed = machine.precision in ("16.16", "bf16.bf16") and optimizer.weight_decay_exclude == "nothing"
     if parallel.enable_optimizer_rts and optimizer.optimizer == "lars" and mixed and not optimizer.lars_skip:
         return (
@@ -490,7 +429,7 @@ def _only_training_chooses_a_precision(machine: Machine, options: Command) -> st
 
 
 def _muon_has_whole_weights(parallel: Parallel, optimizer: Optimizer) -> str | None:
-    """An orthogonal step depends on all elements of a weight, and on all weights of a shape at once."""
+    """Refuse sharded state: an orthogonal step needs whole weights, and all weights of one shape at once."""
     if optimizer.optimizer != "muon":
         return None
     asked = {"enable-optimizer-rts": parallel.enable_optimizer_rts, "offload-optimizer": parallel.offload_optimizer}
@@ -565,7 +504,7 @@ def _splits_of_predictions_are_layers_or_auto(inference: Inference) -> str | Non
 def _wrong_splits(splits: tuple[str, ...]) -> str | None:
     expected = "layers, such as layer2/0 layer3/0, or auto:N alone, with N at least 2, or nothing for one stage"
     for split in splits:
-        if split.startswith("auto") and (len(splits) > 1 or not (_AUTO.fullmatch(split) and int(split[5:]) >= 2)):
+        if split.startswith("auto") and (len(splits) > 1 or not (AUTO_STAGES.fullmatch(split) and int(split[5:]) >= 2)):
             return f"--pipeline-splits: got '{' '.join(splits)}', expected {expected}"
     return None
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from falconet.config import commands
-from falconet.config.load import Loaded
+from falconet.config.load import LoadedTraining
 from falconet.data import measure, mixing
 from falconet.data.buffers import Batch
 from falconet.data.input import Input
@@ -20,11 +20,11 @@ from falconet.data.mixing import Mix
 from falconet.data.storage import ArraySource, FileSource, Source
 from falconet.errors import SHORTAGES, memory_shortage
 from falconet.numerics.precision import REGIMES, automatic
-from falconet.train import memory, processes
+from falconet.train import fitting, preparation
 from falconet.train.build import BuiltPhase, Site, open_site, with_images
 from falconet.train.capture import WARM
-from falconet.train.placement import TrainingLoader
-from falconet.train.processes import Launch
+from falconet.train.preparation import Launch
+from falconet.train.setup import TrainingLoader
 
 READ, DECODE, LOAD, AUGMENT, COPY, COMPUTE = "read", "decode", "load", "augment", "copy", "compute"
 READING, LOADING, COMPUTING, TRAINING = 1.0, 2.0, 3.0, 3.0  # seconds for each measurement
@@ -114,12 +114,12 @@ class Finding:
     tried: dict[str, float]  # images per second of computing with other options, by option; if computing is the limit
 
 
-def find(loaded: Loaded[commands.TrainOptions], *, free: int) -> Finding:
+def find(loaded: LoadedTraining, *, free: int) -> Finding:
     """Measure a training run in one process, on its device and data, in about twelve seconds.
 
     `free`: the bytes in which the system can keep files after the first epoch.
     """
-    launch = processes.prepare(_alone(loaded))
+    launch = preparation.prepare(_alone(loaded))
     site = open_site(launch)
     with site.world:
         launch = with_images(launch)
@@ -142,7 +142,7 @@ def find(loaded: Loaded[commands.TrainOptions], *, free: int) -> Finding:
         )
 
 
-def _alone(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
+def _alone(loaded: LoadedTraining) -> LoadedTraining:
     """The options of one process that trains; no weights are downloaded, and photos are not checked one by one."""
     options = loaded.options
     weights = options.training.pretrained
@@ -237,12 +237,12 @@ def _measured(launch: Launch, site: Site, *, micro_batch: int, seconds: float, l
     """Measure updates with this micro-batch, each of a few micro-batches at most; frees the device's memory."""
     loaded = launch.loaded
     accumulated = min(loaded.options.training.gradient_accumulation, MOST_ACCUMULATED)
-    options = memory.with_batch(loaded.options, micro_batch=micro_batch, total=micro_batch * accumulated)
+    options = fitting.with_batch(loaded.options, micro_batch=micro_batch, total=micro_batch * accumulated)
     try:
         built = BuiltPhase(replace(launch, loaded=replace(loaded, options=options)), site)
         return _timed(built, seconds, loads=loads and options.data.data != "synthetic")
     finally:
-        memory.release(site.world.device)
+        fitting.release(site.world.device)
 
 
 def _timed(built: BuiltPhase, seconds: float, *, loads: bool) -> Updates:

@@ -15,6 +15,8 @@ from falconet.config.options import Optimizer
 from falconet.data.buffers import Batch
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.errors import CheckpointError, DeviceError
+from falconet.evaluation.evaluate import evaluate
+from falconet.evaluation.loss import Loss
 from falconet.models import splits
 from falconet.models.fusion import fuse
 from falconet.numerics.precision import REGIMES
@@ -23,13 +25,11 @@ from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.collectives import Processes
 from falconet.parallel.data_parallel import Replicas, digest
 from falconet.parallel.grid import Grid, divide
-from falconet.parallel.pipeline import Kind, Place
+from falconet.parallel.pipeline import Kind, StagePlace
 from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
 from falconet.train.build import build_replicas, checkpoint_writer
 from falconet.train.capture import WARM, CapturedStep
-from falconet.train.evaluate import evaluate
-from falconet.train.loss import Loss
 from falconet.train.pipeline_step import Feeding, Forward, PipelinedStep, boundaries, evaluate_stages
 from falconet.train.placement import sharded_step
 from falconet.train.step import LocalStep, Moving, PlainMove
@@ -238,7 +238,7 @@ def _compared(grid: Grid, kind: Kind) -> tuple[bool, str]:
     )
     edges = [[], *inner, [torch.empty(IMAGES, CLASSES, device="meta")]]
     assert isinstance(grid.stages, Processes)
-    place = Place(world=grid.stages, entering=edges[world.rank], leaving=edges[world.rank + 1])
+    place = StagePlace(world=grid.stages, entering=edges[world.rank], leaving=edges[world.rank + 1])
     own, alone = stages[world.rank].module.to(device), whole.to(device)
     batches = _micro_batches(world.size + 1, device)
 

@@ -17,9 +17,9 @@ from falconet.data.readers import reader_for
 from falconet.data.sources.folder import Listing, image_names
 from falconet.data.storage import FileSource, Source
 from falconet.errors import CheckpointError, ConfigError, DataError
+from falconet.evaluation.saved_model import of_imagenet
 from falconet.export.graph import Graph, Pixels
 from falconet.report.console import Say, counted
-from falconet.train.saved_model import of_imagenet
 
 COMPARED = 32  # for the scores of a file that should equal the model's
 MEASURED = 2000  # for an accuracy: its standard error is 1 point at most

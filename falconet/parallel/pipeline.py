@@ -18,7 +18,7 @@ PASSING = "passing activations between stages"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class StagePlace:
     """The position of a stage, and its inputs and outputs for one micro-batch, as tensors on `meta`.
 
     Without them torch would run the stage on made-up values to learn the shapes, which corrupts the statistics of batch
@@ -48,7 +48,7 @@ class Pipeline:
     """Runs the micro-batches of an update forward and backward through this stage and its neighbours."""
 
     def __init__(
-        self, run: Run, place: Place, *, kind: Kind, micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
+        self, run: Run, place: StagePlace, *, kind: Kind, micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """`loss(logits, target)` starts the backward pass of a micro-batch; it is called on the last stage only."""
         self._run, self._place, self._kind, self._loss = run, place, kind, loss
@@ -117,7 +117,7 @@ SCHEDULES: dict[Kind, Callable[..., PipelineScheduleSingle]] = {
 class _Ends(nn.Module):
     """A stage with the conversions of the values that it receives and sends."""
 
-    def __init__(self, run: Run, place: Place) -> None:
+    def __init__(self, run: Run, place: StagePlace) -> None:
         super().__init__()
         self._run, self._place = run, place
         self._root = torch.zeros((), device=place.world.device, requires_grad=True)
@@ -129,7 +129,7 @@ class _Ends(nn.Module):
 
 
 @torch.no_grad()
-def relay(run: Run, place: Place, given: Sequence[Tensor]) -> Tensor | None:
+def relay(run: Run, place: StagePlace, given: Sequence[Tensor]) -> Tensor | None:
     """Run one micro-batch forward through all stages; return the result on the last one."""
     world = place.world
     with world.waiting(PASSING):

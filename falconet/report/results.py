@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from falconet.config.facts import PHOTO_KINDS
 from falconet.config.options import Logging
-from falconet.config.rules import PHOTO_KINDS
 from falconet.report.curves import short
 from falconet.report.epochs import in_short, span
 from falconet.report.foreign_folder import number

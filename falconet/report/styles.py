@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from falconet import writing
+from falconet.config.recipes import PHOTOS_CONFIG
 from falconet.errors import NO_ROOM
 from falconet.report import folders, inference
 from falconet.report.epochs import ACCURACY, EpochTable, Metric, Row
@@ -319,10 +320,21 @@ class Conventions:
     words: Callable[[str], str] = str  # rewrites the options in a line to the names of the program that was started
     called: str | None = None  # the name with which errors begin; None: falconet and the command
     program: tuple[str, ...] = ("-m", "falconet")  # Python's arguments that start a worker, before its command
+    photos_config: str | None = None  # the config that a folder of photos implies; None: photos imply none
+    takes_several_labels: bool = False  # of an image; else what it prints has no word for their metric
+    prints_whole_plan: bool = True  # else without the lines that only --plan and plan.txt show
+    shows_compilation: bool = False  # a line where kernels are compiled
+    shows_report: bool = False  # the summary names the report
 
-    @property
-    def is_ours(self) -> bool:
-        return self.style is Falconet
 
-
-FALCONET = Conventions(style=Falconet, run_folder=folders.fresh, predictions=inference.heading, heartbeat=HEARTBEAT)
+FALCONET = Conventions(
+    style=Falconet,
+    run_folder=folders.fresh,
+    predictions=inference.heading,
+    heartbeat=HEARTBEAT,
+    photos_config=PHOTOS_CONFIG,
+    takes_several_labels=True,
+    prints_whole_plan=False,
+    shows_compilation=True,
+    shows_report=True,
+)

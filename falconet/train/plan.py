@@ -5,7 +5,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
-from falconet.checkpoint.manifest import Progress
+from falconet.checkpoint.manifest import Position
 from falconet.config.commands import TrainOptions
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError
@@ -170,7 +170,7 @@ class Plan:
         """The update, as this plan counts, that ends after whole epochs and some images of the next one."""
         return self.update_at(epoch, images // self.global_batch)
 
-    def start_of(self, done: Progress) -> int:
+    def start_of(self, done: Position) -> int:
         """The `updates_before` of a run that continues from a checkpoint, perhaps with another global batch.
 
         Updates that were made keep their numbers, and those to come are counted on from them: logs, trackers and the

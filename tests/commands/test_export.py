@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from exported import CPU, graph_of
 from falconet.checkpoint import format
 from falconet.cli import main
+from falconet.evaluation import saved_model
 from falconet.export import checks, photos
 from falconet.export.formats import FORMATS, torch_engine
 from falconet.models import zoo
-from falconet.train import saved_model
 
 QUICK = "--threads 1 --latency-batch 2"
 

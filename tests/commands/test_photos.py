@@ -210,7 +210,7 @@ def test_a_run_needs_a_photo_to_validate_on(falconet, heap):
     assert answer.code == 2
     assert answer.err.splitlines()[-1] == (
         f"falconet train: photos: no photos to validate on, because they are broken; the first: photos/{validation[0]}:"
-        " truncated; expected some in val/, or two photos or more of each class"
+        " truncated; expected some in val/, or at least two photos in each class"
     )
 
 

@@ -19,10 +19,10 @@ from falconet.commands import predict
 from falconet.commands.predict import folder_name
 from falconet.config.commands import PredictOptions
 from falconet.config.load import read_line
+from falconet.evaluation import saved_model
 from falconet.infer import photos
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.infer.photos import Photo
-from falconet.train import saved_model
 
 TRAIN = (
     "train --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 2 --warmup-epoch 0 --threads 1"
@@ -399,7 +399,7 @@ def test_options_without_effect_are_noted(falconet, home):
     answer = falconet("predict r photos/val/dark/0.png --image-size 32 --zero-init last")
     assert answer.code == 0
     assert "--image-size has no effect on a checkpoint, which has its own" in answer.err
-    assert "--zero-init has no effect on a model that is not trained" in answer.err
+    assert "--zero-init has no effect on a model that is not being trained" in answer.err
 
 
 def test_a_run_given_as_pretrained_is_the_model_that_its_own_path_gives(falconet, home):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from falconet.checkpoint import format
+from falconet.checkpoint import format, weight_average
 from falconet.errors import CheckpointError
 from falconet.report.run_files import read_run
-from falconet.train import save, summary
+from falconet.train import summary
 from runs import assert_bitwise, begin, finish, stop_at, updates, wait_for
 from tiny import TINY
 
@@ -295,7 +295,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("extra", ENDS.values(), ids=ENDS)
-@pytest.mark.parametrize(("owner", "name"), [(save, "write_average"), (summary, "write")], ids=["average", "summary"])
+@pytest.mark.parametrize(("owner", "name"), [(weight_average, "write"), (summary, "write")], ids=["average", "summary"])
 def test_a_run_that_died_after_its_last_update_is_ended_by_restore(falconet, monkeypatch, extra, owner, name):
     line = f"train {TINY} --weight-avg-strategy mean --run-dir r".replace("--epoch 2 ", "") + f" {extra or '--epoch 2'}"
     assert falconet(line.replace("-dir r", "-dir straight")).code == 0

@@ -1,4 +1,4 @@
-"""Named configs: those of the originals equal the originals' files, option by option."""
+"""The originals' named configs equal the originals' files, option by option."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.config import effects, rules
+from falconet.config import effects, facts
 from falconet.config.commands import InferOptions, TrainOptions
 from falconet.config.docs import configs_page
 from falconet.config.fields import options_of
@@ -43,7 +43,7 @@ def trained(name):
 
 
 def by_dialect(program, name, configs):
-    """The settings that the original's file translates to, except for documented differences."""
+    """The settings to which the original's file translates, except for documented differences."""
     entry = {**configs[name], **({"model": "efficientnet-b0"} if name in NO_MODEL else {})}
     if name == NO_SPLITS:
         entry = {key: value for key, value in entry.items() if key not in ("pipeline", "shards", "pipeline_schedule")}
@@ -107,7 +107,7 @@ WORKED_OUT = {  # by hand from the originals' formulas: global batch, stages, pe
 def test_recipe_equals_the_one_worked_out_by_hand(name):
     options = trained(name).options
     batch = options.data.micro_batch_size * options.training.gradient_accumulation * options.parallel.replicas
-    stages, rate = rules.stages_of(options.parallel), options.learning_rate.lr
+    stages, rate = facts.stages_of(options.parallel), options.learning_rate.lr
     assert (batch, stages, pytest.approx(rate)) == WORKED_OUT[name]
 
 

@@ -1,4 +1,4 @@
-"""A rule holds for the commands that have what its parameters name; its refusals are tested with their subjects."""
+"""Rules hold for the commands that have what their parameters name; refusals are tested with their subjects."""
 
 from functools import wraps
 
@@ -52,5 +52,5 @@ def test_rule_holds_for_the_commands_that_have_what_it_names(rule, monkeypatch):
 
 @pytest.mark.parametrize("rule", rules.RULES)
 def test_every_rule_holds_for_a_command(rule, monkeypatch):
-    """A wrong type would switch it off without a word."""
+    """A wrong type would silently switch it off."""
     assert commands_of(rule, monkeypatch)
