@@ -1,6 +1,7 @@
 """The Python API: train, load and evaluate, with the options and the code of the command line.
 
-Keyword arguments are the options' names with underscores; a mistake raises `UserError` with the same one line.
+Keyword arguments are the options' names with underscores. A mistake raises `UserError` with the line that the command
+would print.
 """
 
 import contextlib
@@ -20,20 +21,21 @@ from falconet.checkpoint.format import Which
 from falconet.commands import train as train_command
 from falconet.config.commands import Command, PredictOptions, TrainOptions
 from falconet.config.fields import options_of
-from falconet.config.load import Loaded, read_line
+from falconet.config.load import LoadedTraining, read_line
 from falconet.config.options import MODELS
-from falconet.config.recipes import PHOTOS
+from falconet.config.recipes import PHOTOS_CONFIG
 from falconet.config.settings import LINE, Setting
 from falconet.data.dataset import Dataset
 from falconet.errors import CheckpointError, ConfigError, DataError, Interrupted, WorldError
+from falconet.evaluation import saved_model
+from falconet.evaluation.evaluate import Evaluation, evaluator, never
 from falconet.exits import DONE, INTERRUPTED
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.infer.model import Model
 from falconet.parallel.host import return_freed_memory
 from falconet.parallel.world import World
 from falconet.report.run_files import METRICS
-from falconet.train import run_folder, saved_model
-from falconet.train.evaluate import Evaluation, evaluator, never
+from falconet.train import run_folder
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]  # optional
@@ -43,14 +45,16 @@ def train(photos: str | Path | None = None, **options: object) -> "Run":
     """Train a model, as `falconet train` does, and return its run.
 
     `photos`: a folder of photos; None: the data that the options name, or the built-in digits. Interrupting it saves a
-    checkpoint and raises KeyboardInterrupt; `falconet.Run(folder)` then has what was logged so far.
+    checkpoint and raises KeyboardInterrupt; `falconet.Run(folder)` then holds what was logged until then.
     """
     with settings_kept():
         line = _line(TrainOptions, () if photos is None else (photos,), options)
         asked = inputs.load(TrainOptions, line).options.run
         for name, value in (("plan", asked.plan), ("temporary", asked.temporary)):
             if value:
-                raise ConfigError(f"--{name}: would leave no run to return; expected a command line, `falconet train`")
+                raise ConfigError(
+                    f"--{name}: would leave no run to return; use it on the command line, with `falconet train`"
+                )
         loaded = _placed(line)
         folder = loaded.options.run.run_dir
         assert isinstance(folder, Path)
@@ -60,7 +64,7 @@ def train(photos: str | Path | None = None, **options: object) -> "Run":
             code = INTERRUPTED
         finally:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # works only if it is empty: stopped before it started
+                folder.rmdir()  # succeeds only if it is empty: the run stopped before it started
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         if code != DONE:
@@ -92,8 +96,8 @@ def load(source: "str | Path | Run", *, checkpoint: Which = "best", **options: o
 def evaluate(model: "Model | Run | str | Path", photos: str | Path | None = None) -> Evaluation:
     """Measure a model's accuracy, as `falconet validate` does, with the run's test-time augmentation.
 
-    `photos`: what `--data-dir` takes. Of a folder that holds training photos too, only the others are counted, and all
-    of one that is called `val` or `test`. None: the validation images of the run.
+    `photos`: a folder or a table, as for `--data-dir`. If a folder holds training photos as well, only the others are
+    counted; in a folder called `val` or `test`, all are. None: the validation images of the run.
     """
     with settings_kept():
         opened = model if isinstance(model, Model) else load(model)
@@ -123,10 +127,10 @@ class Best(NamedTuple):
 
 
 class Metrics(list[dict[str, float]]):
-    """What a run logged: a row per log point, with its update, its epoch, and each metric by name."""
+    """The log of a run: a row per log point, with its update, its epoch, and each metric by name."""
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """The same as a table, with the update as its index."""
+        """Convert the log to a table with the update as its index."""
         try:
             import pandas
         except ImportError:
@@ -135,17 +139,17 @@ class Metrics(list[dict[str, float]]):
 
 
 class Run:
-    """A run folder: what was logged, and the best checkpoint."""
+    """A run folder, with its log and its best checkpoint."""
 
     def __init__(self, folder: str | Path) -> None:
-        """`folder`: of any run, also one of the command line."""
+        """`folder`: that of any run, including those of the command line."""
         self.folder = Path(folder)
         if not (self.folder / METRICS).is_file():
-            raise DataError(f"{self.folder}: is no run folder; expected one with {METRICS} in it")
+            raise DataError(f"{self.folder}: is not a run folder; expected one that contains {METRICS}")
 
     @property
     def metrics(self) -> Metrics:
-        """Everything that was logged so far, one row per update; a later line of an update adds to its row."""
+        """Everything logged so far, one row per update; later lines of the same update add to its row."""
         rows: dict[int, dict[str, float]] = {}
         # The last line may be incomplete: it is being written, or its run was killed.
         for line in (self.folder / METRICS).read_text(encoding="utf-8").rpartition("\n")[0].splitlines():
@@ -155,7 +159,7 @@ class Run:
 
     @property
     def best(self) -> Best:
-        """The checkpoint that `load` takes."""
+        """The best checkpoint, which `load` opens."""
         folder, manifest = format.choose(self.folder, "best", lambda _: None)
         return Best(manifest.score, manifest.progress.epoch, folder)
 
@@ -181,11 +185,11 @@ def _line(command: type[Command], words: tuple[object, ...], options: Mapping[st
             argv += [f"--{name}", *map(str, value)]
         else:
             argv.append(f"--{name}={value}")
-    return read_line(command, argv, photos=PHOTOS)
+    return read_line(command, argv, photos=PHOTOS_CONFIG)
 
 
-def _placed(line: list[Setting]) -> Loaded[TrainOptions]:
-    """The options of a training with its run folder, which is created now if its name is invented."""
+def _placed(line: list[Setting]) -> LoadedTraining:
+    """The options of a training run, with its folder, which is created now if the user did not name it."""
     loaded = inputs.load(TrainOptions, line)
     if loaded.options.run.run_dir != "auto":
         return loaded
@@ -194,12 +198,14 @@ def _placed(line: list[Setting]) -> Loaded[TrainOptions]:
 
 
 def _images(about: Classifier, photos: str | Path | None) -> Dataset:
-    """The images that `falconet validate` measures the model on."""
+    """The images on which `falconet validate` measures the model."""
     if about.checkpoint is not None:
         line = [] if photos is None else [Setting("data-dir", (str(photos),), LINE)]
         return saved_model.images_of(about.checkpoint, format.read_manifest(about.checkpoint), line)[1]
     if photos is None:
-        raise ConfigError(f"{about.name} is from no run, and has no validation images; expected a folder of photos")
+        raise ConfigError(
+            f"{about.name} is not from a run, so it has no validation images; expected a folder of photos"
+        )
     size = about.preprocessing.image_size
     data = replace(about.data, data="folder", data_dir=Path(photos), image_size=size, exclude_list=None)
     images = saved_model.foreign_images(data, model=about.name)
@@ -210,7 +216,7 @@ def _images(about: Classifier, photos: str | Path | None) -> Dataset:
 
 @contextlib.contextmanager
 def settings_kept() -> Iterator[None]:
-    """Leave torch's settings, its random state and the environment as they were, and keep no freed memory."""
+    """Restore torch's settings, random state and environment variables afterwards, and return freed memory."""
     backends, variables, threads = torch.backends, dict(os.environ), torch.get_num_threads()
     flags = {
         backends.cudnn: ("deterministic", "benchmark"),

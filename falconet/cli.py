@@ -1,5 +1,6 @@
-"""The command line: finds the command, loads its options once, runs it; a mistake is one line and exit code 2."""
+"""The command line: find the command, load its options once, run it; a mistake is one line and exit code 2."""
 
+import errno
 import io
 import os
 import sys
@@ -17,7 +18,6 @@ from falconet.config.commands import (
 )
 from falconet.config.help import EVERYTHING, help_lines, overview
 from falconet.config.load import read_line
-from falconet.config.recipes import PHOTOS
 from falconet.errors import (
     NO_ROOM,
     SHORTAGES,
@@ -36,17 +36,17 @@ from falconet.report.styles import FALCONET, Conventions
 GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first words of commands of two words
 CONVENTIONAL = ("train", "restore", "validate", "bench infer", "bench serve")  # commands that take conventions
 HELP = ("-h", "--help", EVERYTHING)
-ONE_PROCESS = (AverageOptions, BenchOptions)  # of several, the others do nothing
+ONE_PROCESS = (AverageOptions, BenchOptions)  # only the first of several processes runs them
 START = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
 
 def main(argv: Sequence[str] | None = None, conventions: Conventions = FALCONET) -> int:
-    """Run one command; returns the exit code. `conventions`: those of the program that its user started."""
+    """Run one command and return its exit code; `conventions`: those of the program that the user started."""
     words = list(sys.argv[1:] if argv is None else argv)
     show_any_name()
-    # OpenMP threads that spin while they wait take the core from the loader's; must be set before torch is imported.
+    # OpenMP threads that spin while they wait would take cores from the loader; must be set before torch is imported.
     os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "PASSIVE"
-    if is_one_of_several(os.environ):  # torch's C++ logs others that are late as errors; ours take one line
+    if is_one_of_several(os.environ):  # torch's C++ code logs late processes as errors; ours report them in one line
         os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL") or "FATAL"
     name, rest = command_name(words)
     called = conventions.called or f"falconet {name if name in COMMANDS else ''}".rstrip()
@@ -101,7 +101,7 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     if command in ONE_PROCESS and not is_first(os.environ):
         return DONE
     with exits.at_once():
-        photos = PHOTOS if conventions.is_ours else None  # the originals trained photos from scratch
+        photos = conventions.photos_config
         loaded = inputs.load(command, read_line(command, rest, photos=photos))
     from falconet.report.console import NOTICE, Noticed  # imports rich, which help and mistakes do not need
 
@@ -118,7 +118,7 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
 
 
 def command_name(words: list[str]) -> tuple[str, list[str]]:
-    """The command of a line, which may have two words, and what follows it."""
+    """The command of a line, which may be two words, and the words after it."""
     two = " ".join(words[:2])
     if two in COMMANDS or (words and words[0] in GROUPS and words[0] not in COMMANDS):
         return two, words[2:]
@@ -134,13 +134,13 @@ def _overview(group: str) -> list[str]:
 
 
 def unwritten(error: OSError, program: str) -> int:
-    """The exit code after a failed write; a reader that stopped reading (`--help | head`) is no error."""
+    """Explain a failed write and return the exit code; a reader that stopped reading (`--help | head`) is no error."""
     if isinstance(error, BrokenPipeError):
         return DONE
     where = f" ({error.filename})" if error.filename else ""
     if found := NO_ROOM.get(error.errno or 0):
         message = f"{found.why}{where}; {found.helps}; everything saved before is intact"
-    elif isinstance(error, PermissionError) and error.filename:
+    elif (isinstance(error, PermissionError) or error.errno == errno.ENAMETOOLONG) and error.filename:
         message = f"{error.filename}: {error.strerror}; expected a file or folder that you may read and write"
     else:
         raise error
@@ -149,7 +149,7 @@ def unwritten(error: OSError, program: str) -> int:
 
 
 def show_any_name() -> None:
-    """Let stdout escape what it cannot encode, as stderr does: a file's name may be any bytes."""
+    """Let stdout escape characters that it cannot encode, as stderr does: a file's name may be any bytes."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 

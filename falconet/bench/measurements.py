@@ -1,4 +1,4 @@
-"""What one run measured, from its files or else from its output, without the warm-up."""
+"""The measurements of one run, from its files or otherwise from its output, without the warm-up."""
 
 import json
 import math
@@ -12,10 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from falconet import writing
 from falconet.bench.execution import Ended
 from falconet.bench.spec import Benchmark, Metric, evaluate_expression
 from falconet.bench.statistics import BLOCKS, Estimate, Steady, estimate, find_steady, percentile
-from falconet.errors import ConfigError
 from falconet.report.folders import RUNS
 
 METRICS, SUMMARY, PLAN, INFERENCE = "metrics.jsonl", "summary.json", "plan.txt", "inference.json"
@@ -74,7 +74,7 @@ class Measured:
         return estimate(rates, of="blocks of one run")
 
     def spread(self) -> Estimate:
-        """The spread over blocks, or over single samples where there are few."""
+        """The spread over blocks, or over single samples if there are few."""
         return self.within() or estimate(self.rates)
 
     def latency(self) -> dict[str, float]:
@@ -138,15 +138,13 @@ def _warm_up(benchmark: Benchmark, *names: str) -> int:
 
 
 def leave(content: Mapping[str, object], *, output: Path | None) -> None:
-    """Write what a program measured to `output`, and to where `falconet bench` looks for it."""
+    """Write a program's measurements to `output` and to the place where `falconet bench` looks for them."""
     home = os.environ.get(RUNS)
     for path in [output, Path(home) / INFERENCE if home else None]:
         if path is not None:
-            try:
+            with writing.explained(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _from_files(runs: Path) -> tuple[list[Sample], list[float]]:

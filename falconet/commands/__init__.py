@@ -1,1 +1,1 @@
-"""One small file per command, with what only that command needs."""
+"""One small file per command, with the code that only this command needs."""

@@ -12,7 +12,7 @@ from falconet.bench.spec import builtin_specs, find_spec, read_spec, select
 from falconet.config.commands import BenchOptions
 from falconet.config.load import Loaded
 from falconet.config.options import Bench
-from falconet.errors import ConfigError, LinkError, named_option
+from falconet.errors import ConfigError, named_option
 from falconet.exits import DONE, FAILED, INTERRUPTED, SLOWER
 from falconet.parallel import host
 from falconet.report.console import Screen, counted
@@ -47,7 +47,7 @@ def run(loaded: Loaded[BenchOptions]) -> int:
 
 
 def machine() -> dict[str, object]:
-    """What the numbers depend on."""
+    """The hardware and the versions that results depend on."""
     import torch
 
     from falconet.parallel import world
@@ -84,24 +84,20 @@ def _specs(options: Bench) -> tuple[str, ...]:
 
 
 def _open_folder(options: Bench) -> Path:
-    """The folder for the results, empty and writable, as an absolute path: commands run in other folders."""
+    """The folder for the results, created and writable, as an absolute path: commands run in other folders."""
     asked = options.log_dir
     folder = Path("bench-results", time.strftime("%Y%m%d-%H%M%S")) if asked == "auto" else asked
     if (folder / "results.json").exists():
         raise ConfigError(f"--log-dir: {folder} already holds results; expected another folder")
-    try:
+    with writing.explained(f"to {folder}", option="--log-dir"):
         folder.mkdir(parents=True, exist_ok=True)
         writing.probe(folder)
         writing.refuse_links(folder, RESULTS)
-    except LinkError as error:
-        raise LinkError(error.path, "--log-dir") from None
-    except OSError as error:
-        raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
     return folder.resolve()
 
 
 def _measure(jobs: Sequence[runner.Job], options: Bench, folder: Path, screen: Screen) -> list[results.Result]:
-    """Run everything; results are written after every benchmark."""
+    """Run all jobs; the results are written after each of them."""
     routine = runner.Routine(
         repeat=options.repeat,
         folder=folder,
@@ -122,12 +118,10 @@ def _measure(jobs: Sequence[runner.Job], options: Bench, folder: Path, screen: S
 def _write(measured: Sequence[results.Result], about: dict[str, object], options: Bench, folder: Path) -> None:
     every = results.metric_names(measured) if options.additional_metrics else []
     names = list(dict.fromkeys([*every, *options.csv_metrics]))
-    try:
+    with writing.explained(f"to {folder}", option="--log-dir"):
         results.write(folder / "results.json", measured, about)
         results.write_csv(folder / "results.csv", measured, metrics=names)
         writing.replace(folder, "results.md", results.markdown(measured, about))
-    except OSError as error:
-        raise ConfigError(f"--log-dir: cannot write to {folder}: {error.strerror or error}") from error
 
 
 def _show(measured: Sequence[results.Result], left: int, options: Bench, folder: Path, screen: Screen) -> None:
@@ -154,7 +148,7 @@ def _compare(
     folder: Path,
     screen: Screen,
 ) -> bool:
-    """Print what changed; returns whether anything lost more than the margin."""
+    """Print the changes; returns whether any benchmark lost more than the margin."""
     earlier, there = old
     comparisons = list(results.compare(earlier, measured))
     text = results.comparison_markdown(comparisons, margin=options.margin)

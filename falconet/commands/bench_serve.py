@@ -5,18 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from falconet import writing
-from falconet.bench import load_test, triton_server
-from falconet.bench.client import Job, Outcome
+from falconet.bench import load_test, server_speed, triton_server
+from falconet.bench.client import Job
 from falconet.bench.execution import terminated_as_interrupted
-from falconet.bench.load_test import Target, Tensors, Together
-from falconet.bench.measurements import Measured, leave, settled
+from falconet.bench.load_test import Target, Tensors
+from falconet.bench.server_speed import Server
 from falconet.checkpoint import format
 from falconet.config.commands import BenchServeOptions, ServeOptions
 from falconet.config.fields import options_of
@@ -25,7 +23,9 @@ from falconet.config.settings import LINE, Setting, spelled
 from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
-from falconet.errors import ConfigError, WorldError, named_option
+from falconet.errors import ConfigError, named_option
+from falconet.evaluation.saved_model import refuse_download
+from falconet.exits import DONE
 from falconet.export import checks, triton_repository
 from falconet.export.formats import ONNX, save_onnx
 from falconet.export.graph import Graph
@@ -34,18 +34,14 @@ from falconet.infer.classifier import Classifier
 from falconet.infer.predictor import Pixels, Predictor, open_served
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import ALONE
-from falconet.report import inference as lines
-from falconet.report.console import Say, Screen, counted
+from falconet.report.console import Say, Screen
 from falconet.report.styles import FALCONET, Conventions
-from falconet.train.saved_model import refuse_download
 
 RUNNING, OURS, TRITON = "server", "falconet", "triton"  # what a server is called in the results
 HELD = 8  # different batches, used in turn
-TURNS = 5  # of each server, where several are compared; --iterations is divided between them
-MOST = 1000  # requests per client: a config for local batches asks for minutes more
-BATCHING = ("max-batch", "max-delay")  # what Triton's server is told too
-# Relative to an image's largest score, by compute format: the originals' 1e-5, and what other shapes and kernels change
-# in half precision.
+BATCHING = ("max-batch", "max-delay")  # options that Triton's server gets, too
+# Relative to an image's largest score, by compute format: 1e-5 as in the originals, and in half precision as much as
+# other shapes and kernels change.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -66,15 +62,15 @@ def run(loaded: Loaded[BenchServeOptions], conventions: Conventions = FALCONET) 
         if options.load.check_answers:
             servers = _with_expected(servers, options, line, note)
         if len(servers) > 1:
-            outcomes = _compare(servers, options, screen)
+            outcomes = server_speed.compare(servers, options, screen)
         else:
             ((name, server),) = servers.items()
-            outcomes = {name: _measure(server, options, screen, conventions)}
-    return _check(outcomes, servers, screen) if options.load.check_answers else 0
+            outcomes = {name: server_speed.measure(server, options, screen, conventions)}
+    return server_speed.check(outcomes, servers, screen) if options.load.check_answers else DONE
 
 
 def _each_once(say: Say) -> Say:
-    """The model is opened twice, to export it and to check answers, with the same notes."""
+    """Drop repeated notes: the model is opened twice, to export it and to check answers."""
     said = set()
 
     def once(text: str) -> None:
@@ -85,19 +81,8 @@ def _each_once(say: Say) -> Say:
     return once
 
 
-class Server(NamedTuple):
-    """A server, and what is sent to it."""
-
-    target: Target
-    tensors: Tensors
-    job: Job
-
-
-Outcomes = dict[str, list[Outcome]]  # of the clients of each server, by its name
-
-
 def _options(loaded: Loaded[BenchServeOptions], screen: Screen) -> BenchServeOptions:
-    """The line's, over those of the checkpoint if it names one."""
+    """The options of the line, over those of its checkpoint if it names one."""
     path = loaded.options.input.checkpoint_input_path
     if path is None or path.is_file():
         return loaded.options
@@ -108,8 +93,9 @@ def _options(loaded: Loaded[BenchServeOptions], screen: Screen) -> BenchServeOpt
 
 def _note_unused(options: BenchServeOptions, line: Sequence[Setting], screen: Screen) -> None:
     """Note the options of the line that have no effect here, or less than usual."""
-    if options.data.iterations > MOST:
-        screen.line(f"note: {MOST:,} of {options.data.iterations:,} requests of each client are sent, which is enough")
+    count = server_speed.requests(options)
+    if options.data.iterations > count:
+        screen.line(f"note: {count:,} of {options.data.iterations:,} requests of each client are sent, which is enough")
     known = options_of(BenchServeOptions)
     typed = {setting.option.removeprefix("no-") for setting in line if setting.source == LINE}
     if options.load.url is not None:
@@ -149,7 +135,7 @@ def _falconet(options: BenchServeOptions, line: Sequence[Setting], _: Say) -> It
 
 @contextlib.contextmanager
 def _triton(options: BenchServeOptions, line: Sequence[Setting], say: Say) -> Iterator[Target]:
-    """NVIDIA's server with the same model, as many threads, and the same limits of a batch."""
+    """Start NVIDIA's server with the same model, number of threads, and limits of a batch."""
     classifier, _ = _open_model(options, line, say)
     if classifier.device.type == "cuda" and triton_server.find().packages is not None:
         raise ConfigError("--server triton: PyPI's tritonserver computes on the CPU; expected --device cpu as well")
@@ -170,7 +156,7 @@ def _triton(options: BenchServeOptions, line: Sequence[Setting], say: Say) -> It
 
 
 def _graph(classifier: Classifier, options: BenchServeOptions, say: Say) -> Graph:
-    """The model that Falconet serves, with its weights as they were rounded."""
+    """The model that Falconet serves, with the same rounded weights."""
     if classifier.tta != "none":
         raise ConfigError("--server triton: the run averages several views of an image; an exported model has only one")
     computed = classifier.regime.formats(classifier.device)["activations"]
@@ -189,14 +175,14 @@ def _graph(classifier: Classifier, options: BenchServeOptions, say: Say) -> Grap
 
 
 def _open_model(options: BenchServeOptions, line: Sequence[Setting], say: Say) -> tuple[Classifier, ServeOptions]:
-    """The model that the servers have, in this process."""
+    """Open the servers' model in this process."""
     added = {} if options.input.checkpoint_input_path else _untrained(options)
     settings = [Setting(name, spelled(value), LINE) for name, value in added.items()]
     return open_served([*of_command(ServeOptions, line), *settings], say)
 
 
 def _max_batch(options: BenchServeOptions) -> int:
-    """Images that a server computes at once."""
+    """The largest number of images that a server computes at once."""
     batch, most = options.data.micro_batch, options.serving.max_batch
     if most == "auto":
         return batch
@@ -208,13 +194,13 @@ def _max_batch(options: BenchServeOptions) -> int:
 
 
 def _server_line(options: BenchServeOptions, line: Sequence[Setting]) -> list[str]:
-    """The options of our server: those of the line that it has too, and what only its measurement knows."""
+    """The options of our server: those of the line that a server has, and those that the measurement sets."""
     own = {setting.option: setting for setting in of_command(ServeOptions, line)}
     added: dict[str, object] = {"max-batch": _max_batch(options)}
     if options.serving.port == "auto":
         added["port"] = 0
     if options.serving.max_queue == "auto":
-        added["max-queue"] = options.data.micro_batch * options.load.clients * _window(options)
+        added["max-queue"] = options.data.micro_batch * options.load.clients * server_speed.window(options)
     if options.input.checkpoint_input_path is None:
         added |= _untrained(options)
     settings = own | {name: Setting(name, spelled(value), LINE) for name, value in added.items()}
@@ -227,11 +213,6 @@ def _untrained(options: BenchServeOptions) -> dict[str, object]:
     return {"model": options.model.model, "image-size": data.preprocessing.image_size, "classes": data.classes}
 
 
-def _window(options: BenchServeOptions) -> int:
-    """Requests that a client has in flight."""
-    return options.load.window if options.load.request_type == "ASYNC" else 1
-
-
 def _images(options: BenchServeOptions) -> Dataset:
     data = options.data
     if data.data == "synthetic":
@@ -241,45 +222,45 @@ def _images(options: BenchServeOptions) -> Dataset:
     return open_to_measure(data, model=options.model.model, global_batch=data.micro_batch, seed=0)
 
 
-# What is sent, and what comes back.
+# The requests, and the expected answers.
 
 
 def _servers(options: BenchServeOptions, targets: Mapping[str, Target], folder: Path) -> dict[str, Server]:
-    """The requests for each server: the same pixels, in the order that its model takes."""
+    """The servers and the requests for each: the same pixels, in the layout that its model takes."""
     tensors = {name: Tensors.of(target) for name, target in targets.items()}
     sizes = {one.image_size for one in tensors.values()}
     assert len(sizes) == 1, "all servers have the same model"
-    count = min(options.data.iterations, MOST)
     data = replace(options.data, image_size=sizes.pop(), eight_bit_io=True, normalization_location="device")
-    pixels = _batches(replace(options, data=data), min(HELD, count))
+    pixels = _batches(replace(options, data=data), min(HELD, server_speed.requests(options)))
     paths = {last: folder / f"images{int(last)}.npy" for last in {one.channels_last for one in tensors.values()}}
     for last, path in paths.items():
         np.save(path, np.ascontiguousarray(pixels.transpose(0, 1, 3, 4, 2)) if last else pixels)
     return {
-        name: Server(
-            target,
-            tensors[name],
-            Job(
-                protocol=target.protocol,
-                host=target.host,
-                port=target.port,
-                base=target.base,
-                model=target.model,
-                input=tensors[name].input,
-                output=tensors[name].output,
-                images=str(paths[tensors[name].channels_last]),
-                expected=None,
-                tolerance=TOLERANCES[torch.float32],
-                window=_window(options),
-                count=count,
-            ),
-        )
+        name: Server(target, tensors[name], _job(target, tensors[name], paths[tensors[name].channels_last], options))
         for name, target in targets.items()
     }
 
 
+def _job(target: Target, tensors: Tensors, images: Path, options: BenchServeOptions) -> Job:
+    """The work of a client, which does not check the answers yet."""
+    return Job(
+        protocol=target.protocol,
+        host=target.host,
+        port=target.port,
+        base=target.base,
+        model=target.model,
+        input=tensors.input,
+        output=tensors.output,
+        images=str(images),
+        expected=None,
+        tolerance=TOLERANCES[torch.float32],
+        window=server_speed.window(options),
+        count=server_speed.requests(options),
+    )
+
+
 def _batches(options: BenchServeOptions, held: int) -> Pixels:
-    """Pixels of the validation images, repeated until there are enough: batches x N x 3 x S x S."""
+    """Pixels of validation images, repeated if there are too few: batches x N x 3 x S x S."""
     size = options.data.micro_batch
     shape, regime = BatchShape(micro_batch=size), REGIMES[options.machine.precision]
     images = _images(options)
@@ -293,7 +274,7 @@ def _batches(options: BenchServeOptions, held: int) -> Pixels:
 def _with_expected(
     servers: Mapping[str, Server], options: BenchServeOptions, line: Sequence[Setting], note: Say
 ) -> dict[str, Server]:
-    """The same jobs with the scores that this process computes, in batches of the same size."""
+    """The servers, with the scores to expect, which this process computes in batches of the same size."""
     classifier, _ = _open_model(options, line, note)
     predictor = Predictor(classifier, max_batch=options.data.micro_batch, captured=False)
     tolerance = TOLERANCES[classifier.regime.formats(classifier.device)["activations"]]
@@ -304,136 +285,8 @@ def _with_expected(
         expected = [predictor.logits(torch.from_numpy(batch)).cpu().numpy() for batch in pixels]
         path = Path(server.job.images).with_name(f"expected-{name}.npy")
         np.save(path, np.stack(expected))
-        # Where another library computes, its own test of an exported model holds.
+        # If another library computes, the tolerance for exported models applies.
         converted = classifier.device.type == "cpu" and options.serving.engine != "torch"
         least = checks.TOLERANCE if converted or name == TRITON else 0.0
         found[name] = server._replace(job=replace(server.job, expected=str(path), tolerance=max(tolerance, least)))
     return found
-
-
-def _measure(server: Server, options: BenchServeOptions, screen: Screen, conventions: Conventions) -> list[Outcome]:
-    """Measure one server."""
-    clients, job = options.load.clients, server.job
-    outcomes = load_test.run_clients(job, clients)
-    counts = _executions(server.target)
-    found = load_test.together(outcomes, in_flight=clients * job.window)
-    _show(found, options, server.tensors, screen, conventions)
-    if counts:
-        screen.line(f"server: {counts} since it started")
-    _write(_times(found, options), options)
-    return outcomes
-
-
-def _compare(servers: Mapping[str, Server], options: BenchServeOptions, screen: Screen) -> Outcomes:
-    """Measure several servers in turns, so that a change of the machine's speed meets all of them, and compare."""
-    clients = options.load.clients
-    count = max(-(-min(options.data.iterations, MOST) // TURNS), load_test.DROPPED + 1)
-    turns: dict[str, list[Together]] = {name: [] for name in servers}
-    outcomes: Outcomes = {name: [] for name in servers}
-    for turn in range(TURNS + 1):
-        for name in list(servers)[:: 1 if turn % 2 else -1]:  # the first of a turn is the last of the one before
-            job = servers[name].job
-            of_turn = load_test.run_clients(replace(job, count=count), clients)
-            outcomes[name] += of_turn
-            if turn:  # the first turn is a warm-up
-                turns[name].append(load_test.together(of_turn, in_flight=clients * job.window))
-    screen.line(f"served to {_clients(options)}, {TURNS} turns of {counted(count, 'request')} of each client:")
-    for name, server in servers.items():
-        latency = Measured(latencies=[1000 * time for one in turns[name] for time in one.latencies]).latency()
-        counts = _executions(server.target)
-        screen.line(f"{name:8}  {_of_turns(_rates(turns[name], options))} images/s, {counts}")
-        screen.line(f"{name:8}  latency of a request in ms: {lines.percentiles(latency)}")
-    (first, ours), (second, theirs) = ((name, _rates(turns[name], options)) for name in servers)
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-    screen.line(f"{first} / {second}: {_of_turns(ratios, digits=2)}")
-    content = {name: [_times(one, options) for one in each] for name, each in turns.items()}
-    _write({"model": options.model.model, "turns": content, "ratios": ratios}, options)
-    return outcomes
-
-
-def _rates(turns: Sequence[Together], options: BenchServeOptions) -> list[float]:
-    """Images per second of each turn."""
-    size = options.data.micro_batch
-    return [size * one.requests * len(one.spacing) / sum(one.spacing) for one in turns]
-
-
-def _of_turns(values: Sequence[float], digits: int = 1) -> str:
-    low, high = min(values), max(values)
-    return f"{median(values):,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
-
-
-def _executions(target: Target) -> str:
-    """How requests were batched, if the server reports it."""
-    try:
-        (stats,) = target.statistics()["model_stats"]
-        return f"{counted(stats['inference_count'], 'image')} in {counted(stats['execution_count'], 'batch')}"
-    except (ConfigError, KeyError, TypeError, ValueError):
-        return ""
-
-
-def _show(
-    found: Together, options: BenchServeOptions, tensors: Tensors, screen: Screen, conventions: Conventions
-) -> None:
-    measured = settled(found.spacing, found.latencies, images=found.requests * options.data.micro_batch)
-    assert measured.throughput is not None
-    steady = measured.steady
-    predictions = lines.Predictions(
-        model=options.model.model,
-        micro_batch=options.data.micro_batch,
-        data=options.data.data,
-        dtype=tensors.datatype,
-        devices=1,
-        rates=measured.rates,
-        latencies=measured.latencies,
-    )
-    for text in conventions.predictions(predictions):
-        screen.line(text)
-    spread = measured.spread()
-    screen.line(f"served to {_clients(options)}: {lines.rate(measured.throughput, low=spread.low, high=spread.high)}")
-    screen.line(f"served: latency of a request in ms: {lines.percentiles(measured.latency())}")
-    dropped = min(load_test.DROPPED, min(options.data.iterations, MOST) - 1)
-    screen.line(
-        f"the first {counted(dropped, 'request')} of each client dropped, then {steady.first} of {len(found.spacing)}"
-        f" stretches of {found.requests} as warm-up ({steady.verdict})"
-    )
-
-
-def _clients(options: BenchServeOptions) -> str:
-    load = options.load
-    how = ["SYNC"] if load.request_type == "SYNC" else ["ASYNC", f"{counted(load.window, 'request')} in flight each"]
-    if load.protocol == "grpc":
-        how.append("gRPC")
-    if load.client_cores:
-        how.append(f"on {counted(load.client_cores, 'core')} of their own")
-    return ", ".join([counted(load.clients, "client"), *how])
-
-
-def _times(found: Together, options: BenchServeOptions) -> dict[str, object]:
-    """Every time, as `bench infer` writes it."""
-    return {
-        "images_per_batch": found.requests * options.data.micro_batch,
-        "model": options.model.model,
-        "throughput_seconds": found.spacing,
-        "latency_seconds": found.latencies,
-    }
-
-
-def _write(content: Mapping[str, object], options: BenchServeOptions) -> None:
-    """For `falconet bench` and --output."""
-    with named_option("output"):
-        leave(content, output=options.load.output)
-
-
-def _check(outcomes: Outcomes, servers: Mapping[str, Server], screen: Screen) -> int:
-    """Report how well the answers agree; exit code 1 if some do not."""
-    for (name, found), server in zip(outcomes.items(), servers.values(), strict=True):
-        answers, wrong = sum(len(one.times) for one in found), sum(one.wrong for one in found)
-        apart, limit = max(one.apart for one in found), server.job.tolerance
-        text = f"the largest difference is {apart:.1e} of an image's largest score, expected at most {limit:g}"
-        label = f"{name}: " if len(servers) > 1 else ""
-        if wrong:
-            raise WorldError(
-                f"{label}{wrong} of {counted(answers, 'answer')} differ from the model's output here: {text}"
-            )
-        screen.line(f"{label}all {answers} answers match the model's output here: {text}")
-    return 0

@@ -1,4 +1,4 @@
-"""`falconet configs`: list the named configs by family, and what each one is and reaches."""
+"""`falconet configs`: list the named configs by family, with a description and the results of each."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ def run(loaded: Loaded[ConfigsOptions]) -> int:
 
 
 def with_evidence() -> Iterator[str]:
-    """What was reached here, in columns."""
+    """The results of recipes that were trained here, in columns."""
     rows = [*evidence.table(evidence.all_evidence())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

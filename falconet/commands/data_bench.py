@@ -10,9 +10,10 @@ from statistics import fmean
 import torch
 
 import falconet
+from falconet import writing
 from falconet.config.commands import DataBenchOptions
+from falconet.config.facts import boxes_used
 from falconet.config.load import Loaded, unused_notes
-from falconet.config.rules import boxes_used
 from falconet.data import input, measure
 from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
@@ -33,7 +34,7 @@ def run(loaded: Loaded[DataBenchOptions]) -> int:
     if options.data.data == "synthetic":
         raise ConfigError("--data synthetic: exists only on the device; expected data that is read")
     if options.bench.md5 and place and place.rank:
-        return DONE  # of several processes, one compares
+        return DONE  # only the first of several processes compares
     with open_machine(options.machine, place=None if options.bench.md5 else place) as world:
         return _measured(loaded, world)
 
@@ -47,7 +48,7 @@ def _measured(loaded: Loaded[DataBenchOptions], world: World) -> int:
         model=options.model.model,
         global_batch=options.data.micro_batch,
         seed=0,
-        use_objects=boxes_used(options),
+        use_objects=boxes_used(options.data, options.augmentation),
     )
     if options.bench.md5:
         return _compare_md5(images, options, say)
@@ -118,10 +119,8 @@ def _write(
             "python": platform.python_version(),
         },
     }
-    try:
+    with writing.explained(path, option="--output"):
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
 
 
 def _compare_md5(images: Dataset, options: DataBenchOptions, say: Say) -> int:

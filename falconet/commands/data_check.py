@@ -33,7 +33,7 @@ def run(loaded: Loaded[DataCheckOptions]) -> int:
     options = loaded.options.check
     assert options.source is not None
     for option, path in _places(options, _output(options)):
-        writing.require_writable(path, option)
+        writing.require_replaceable(path, option)
     photos = _photos(options)
     limits = Limits(
         least_side=options.smallest_side,
@@ -53,7 +53,9 @@ def run(loaded: Loaded[DataCheckOptions]) -> int:
         limits=limits,
     )
     say = Screen().line
-    for line in (*check_report.lines(checked), *_written(options, checked, photos)):
+    for line in check_report.lines(checked):
+        say(printable(line))
+    for line in _written(options, checked, photos):
         say(printable(line))
     if checked.is_partial:
         raise Interrupted
@@ -76,7 +78,7 @@ def _photos(options: DataCheck) -> Photos:
 
 
 def _inspected(photos: Photos, *, name: str, workers: int) -> tuple[Inspection, float]:
-    """What was seen until the end, or until Ctrl-C, and the seconds that it took."""
+    """Inspect the photos to the end, or until Ctrl-C; returns what was seen, and the seconds that it took."""
     began, seen = time.monotonic(), Inspection.of(len(photos))
     try:
         with Counting(f"checking {name}", total=len(photos)) as counting:
@@ -129,7 +131,7 @@ def _places(options: DataCheck, output: Path) -> list[tuple[str, Path]]:
 
 
 def _written(options: DataCheck, checked: Checked, photos: Photos) -> list[str]:
-    """Write what was asked for; returns what was written, in words."""
+    """Write the files that were asked for; returns a line about each."""
     said, findings = [], checked.findings
     output = _output(options)
     if findings.broken or findings.remarks or findings.copies or findings.untrained or output.exists():
@@ -166,12 +168,12 @@ def _write_exclusion(options: DataCheck, checked: Checked, photos: Photos) -> st
     copies = f" and {len(left_out) - broken:,} copies" if options.exclude_duplicates != "none" else ""
     them = "it" if len(left_out) == 1 else "them"
     listed, refusal = f"{path} lists {counted(broken, 'broken photo')}{copies}", _refusal(options)
-    once = f" once this is mended: {refusal}" if refusal else ""
+    once = f" once this is fixed: {refusal}" if refusal else ""
     return f"{listed}; {trains} leaves {them} out{once}"
 
 
 def _as_checked(options: DataCheck) -> list[str]:
-    """The options of training that make the split that was checked, where they are not at their defaults."""
+    """The options with which training makes the split that was checked, if they are not the defaults."""
     default, words = DataCheck(), list[str]()
     if options.val_fraction != default.val_fraction:
         words += ["--val-fraction", f"{options.val_fraction:g}"]
@@ -181,7 +183,7 @@ def _as_checked(options: DataCheck) -> list[str]:
 
 
 def _refusal(options: DataCheck) -> str:
-    """Why training would refuse what the list leaves; empty: it would not."""
+    """The reason why training would refuse the photos that the list leaves; empty: it would not."""
     data = Data(
         data="folder",
         data_dir=options.source,

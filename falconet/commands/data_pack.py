@@ -15,7 +15,7 @@ from falconet.exits import BROKEN, DONE
 from falconet.parallel import world
 from falconet.report.console import Counting, Say, Screen, are, counted
 
-MOST_NAMED = 5  # files that cannot be decoded; the list has all of them
+MOST_NAMED = 5  # broken photos that are printed; the list has all of them
 LIST = "broken_photos.txt"  # in the target
 
 
@@ -70,7 +70,7 @@ def _why(broken: list[packing.Broken]) -> str:
 
 
 def _list(broken: list[packing.Broken], target: Path, *, source: Path) -> None:
-    """Every photo that was left out, by reason, in the format of --exclude-list."""
+    """List the photos that were left out, by reason, in the format of --exclude-list."""
     if not broken:
         (target / LIST).unlink(missing_ok=True)
         return

@@ -1,4 +1,4 @@
-"""`falconet doctor`: report what this machine has, what limits a training, and whether processes work together."""
+"""`falconet doctor`: report what this machine has, what limits training on it, and whether processes work together."""
 
 import os
 from collections.abc import Collection
@@ -22,7 +22,7 @@ from falconet.report import console
 from falconet.report.console import Say, counted
 
 TIMEOUT = 120.0  # seconds that a process waits for another
-OF_THE_MACHINE = (sections.Machine, sections.Doctor)  # options that say nothing of a training
+OF_THE_MACHINE = (sections.Machine, sections.Doctor)  # sections that do not describe a training run
 
 
 def run(loaded: Loaded[DoctorOptions]) -> int:
@@ -46,7 +46,7 @@ def run(loaded: Loaded[DoctorOptions]) -> int:
 
 
 def _is_of_training(name: str) -> bool:
-    """Whether an option, perhaps with no- before it, describes a training."""
+    """Whether an option, with or without no- before it, describes a training run."""
     known = options_of(DoctorOptions)
     option = known.get(name) or known.get(name.removeprefix("no-"))
     return name == "config" or (option is not None and option.section not in OF_THE_MACHINE and name != "replicas")
@@ -63,13 +63,13 @@ def _check_effective(given: Collection[str], of_training: Collection[str], optio
         return
     for name in ("precision", "deterministic", "no-deterministic"):
         if name in given:
-            raise ConfigError(f"--{name}: has no effect on doctor, whose checks fix it, without a training to measure")
+            raise ConfigError(f"--{name}: has no effect on doctor without a training run: its own checks set it")
     if "threads" in given and not options.doctor.distributed:
-        raise ConfigError("--threads: has no effect on doctor without --distributed or a training to measure")
+        raise ConfigError("--threads: has no effect on doctor without --distributed or a training run")
 
 
 def _examine(loaded: Loaded[DoctorOptions], say: Say) -> int:
-    """What limits a training with these options."""
+    """Measure a training run with these options, and print what limits it."""
     data = loaded.options.data
     if data.data_dir is not None and data.data_dir.is_dir():
         say(_disk(data.data_dir))
@@ -107,7 +107,7 @@ def _distributed(loaded: Loaded[DoctorOptions], place: Place | None) -> int:
 
 
 def processes(options: DoctorOptions) -> int:
-    """As many as --replicas asks for; else one per CUDA device, or two on a CPU."""
+    """The number of processes to check: --replicas, or else one per CUDA device, or two on a CPU."""
     cuda = device_kind(options.machine.device) == "cuda"
     return value_or(options.parallel.replicas, torch.cuda.device_count() if cuda else 2)
 

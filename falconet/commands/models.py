@@ -1,4 +1,4 @@
-"""`falconet models`: list the models that can be trained, and which have published weights."""
+"""`falconet models`: list the models that can be trained, and their published weights."""
 
 import torch
 

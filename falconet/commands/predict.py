@@ -1,12 +1,13 @@
-"""`falconet predict`: the classes of photos, with their probabilities."""
+"""`falconet predict`: name the classes of photos, with their probabilities."""
 
 import csv
 import json
 import os
 import secrets
+import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -14,15 +15,15 @@ from falconet import writing
 from falconet.config.commands import PredictOptions
 from falconet.config.load import Loaded, unused_notes
 from falconet.config.options import Predict
-from falconet.errors import ConfigError, UserError, named_option, printable
+from falconet.errors import named_option, printable
 from falconet.exits import DONE, FAILED
 from falconet.infer import photos
-from falconet.infer.classifier import open_classifier
+from falconet.infer.classifier import Classifier, open_classifier
 from falconet.infer.embeddings import EmbeddingFile, classifier_layer
-from falconet.infer.photos import Photo
+from falconet.infer.photos import Photo, Scored
 from falconet.infer.prediction import Prediction, predicted
 from falconet.models import pretrained, views
-from falconet.report.console import Counting, Lines, Screen, counted
+from falconet.report.console import Counting, Lines, Say, Screen, counted
 
 WIDEST = 60  # characters of a column; longer classes are cut, longer names push their row to the right
 MOST_NAME = 255  # bytes of a file's name
@@ -36,53 +37,64 @@ def run(loaded: Loaded[PredictOptions]) -> int:
     views_used = [f"averages the logits of {views.describe(classifier.tta)}"] if classifier.tta != "none" else []
     for text in (*classifier.loaded(), *views_used, *unused_notes(options, loaded.line)):
         say(text)
-    failed: list[str] = []
-    count = 0
-
-    def problem(name: str, reason: str) -> None:
-        failed.append(name)
-        say(f"{name}: {reason}")
-
     with ExitStack() as held:
-        out = held.enter_context(_output(asked.output, is_wanted=lambda: count > 0))
-        several = classifier.several_labels
-        sheet = held.enter_context(closing(_sheet(asked, out, several=several)))
-        embeddings = None
-        if asked.embeddings:
-            with named_option("embeddings"):
-                classifier_layer(classifier.model, len(classifier.class_names))
-                embeddings = held.enter_context(EmbeddingFile(asked.embeddings))
-        links = Links(asked.save_dir) if asked.save_dir else None
+        answers = Answers(asked, classifier, held, say)
         # A table on the terminal shows the progress itself.
-        counting = held.enter_context(Counting("predicting", quiet=out.isatty(), console=console))
-        found = photos.find(asked.photos, stdin=sys.stdin.buffer, held=held, problem=problem)
+        counting = held.enter_context(Counting("predicting", quiet=answers.on_terminal, console=console))
+        found = photos.find(asked.photos, stdin=sys.stdin.buffer, held=held, problem=answers.refuse)
         batch = None if asked.batch_size == "auto" else asked.batch_size
-        for rows in photos.scored(classifier, found, batch=batch, features=embeddings is not None):
+        for rows in photos.scored(classifier, found, batch=batch, features=asked.embeddings is not None):
             counting.add(len(rows))
-            for row in rows:
-                if row.problem:
-                    problem(row.photo.name, row.problem)
-            answered = [row for row in rows if not row.problem]
-            count += len(answered)
-            predictions = [
-                predicted(row.logits, classifier.class_names, top=asked.top, several=several, name=row.photo.name)
-                for row in answered
-            ]
-            sheet.add(predictions)
-            for row, prediction in zip(answered, predictions, strict=True):
-                if embeddings:
-                    embeddings.add(row.photo.name, row.features)
-                if links:
-                    for label in prediction.labels:
-                        links.add(row.photo, label)
-    if written := _written(asked, count):
-        unread = f", {len(failed):,} not" if failed else ""
-        say(f"{counted(count, 'photo')} answered{unread}; {written}")
-    return FAILED if failed else DONE
+            answers.add(rows)
+    if written := _written(asked, answers.count):
+        unread = f", {answers.refused:,} not" if answers.refused else ""
+        say(f"{counted(answers.count, 'photo')} answered{unread}; {written}")
+    return FAILED if answers.refused else DONE
+
+
+class Answers:
+    """Everything that is written about photos, until `held` is closed: predictions, embeddings and links."""
+
+    def __init__(self, asked: Predict, classifier: Classifier, held: ExitStack, say: Say) -> None:
+        self.count = self.refused = 0  # photos with and without an answer
+        self._top, self._class_names, self._several = asked.top, classifier.class_names, classifier.several_labels
+        self._say = say
+        out = held.enter_context(_output(asked.output, is_wanted=lambda: self.count > 0))
+        self.on_terminal = out.isatty()
+        self._sheet = held.enter_context(closing(_sheet(asked, out, several=self._several)))
+        self._embeddings = held.enter_context(_embeddings(asked.embeddings, classifier)) if asked.embeddings else None
+        self._links = Links(asked.save_dir) if asked.save_dir else None
+
+    def refuse(self, name: str, reason: str) -> None:
+        self.refused += 1
+        self._say(f"{name}: {reason}")
+
+    def add(self, rows: Sequence[Scored]) -> None:
+        for row in rows:
+            if row.problem:
+                self.refuse(row.photo.name, row.problem)
+        answered = [row for row in rows if not row.problem]
+        self.count += len(answered)
+        predictions = [self._predicted(row) for row in answered]
+        self._sheet.add(predictions)
+        for row, prediction in zip(answered, predictions, strict=True):
+            if self._embeddings:
+                self._embeddings.add(row.photo.name, row.features)
+            if self._links:
+                self._links.add(row.photo, prediction.labels)
+
+    def _predicted(self, row: Scored) -> Prediction:
+        return predicted(row.logits, self._class_names, top=self._top, several=self._several, name=row.photo.name)
+
+
+def _embeddings(path: Path, classifier: Classifier) -> EmbeddingFile:
+    with named_option("embeddings"):
+        classifier_layer(classifier.model, len(classifier.class_names))  # refuses a model that has none
+        return EmbeddingFile(path)
 
 
 def _written(asked: Predict, count: int) -> str:
-    """What was written beside the screen, in words."""
+    """A list of the files that were written, in words; empty: none was asked for."""
     if asked.output and not count:
         return f"nothing written to {asked.output}"
     links = f"{asked.save_dir}/ (links)" if asked.save_dir else None
@@ -92,21 +104,21 @@ def _written(asked: Predict, count: int) -> str:
 
 @contextmanager
 def _output(path: Path | None, *, is_wanted: Callable[[], bool]) -> Iterator[TextIO]:
-    """The file that was asked for, or stdout; names of files keep their bytes.
+    """Open the file that was asked for, or stdout; names of files keep their bytes.
 
-    An earlier file is replaced at the end, and only if it then `is_wanted`.
+    An existing file is replaced at the end, and only if `is_wanted` is then true.
     """
     if path is None:
         yield sys.stdout  # before a progress bar takes its place
         sys.stdout.flush()
         return
-    is_plain = path.is_file() or not path.exists()  # else a pipe or a device
-    place = path.resolve()
-    aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}") if is_plain else place
-    try:
+    is_plain = True  # else a pipe or a device
+    with writing.explained(path, option="--output"):
+        with suppress(FileNotFoundError):
+            is_plain = stat.S_ISREG(path.stat().st_mode)
+        place = path.resolve() if is_plain else path  # a link keeps leading to the file
+        aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}") if is_plain else place
         file = aside.open("x" if is_plain else "w", encoding="utf-8", errors="surrogateescape", newline="")
-    except OSError as error:
-        raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error
     try:
         with file:
             yield file
@@ -118,7 +130,7 @@ def _output(path: Path | None, *, is_wanted: Callable[[], bool]) -> Iterator[Tex
 
 
 class Sheet(Protocol):
-    """Takes predictions, some at a time."""
+    """A form of output that takes predictions a few at a time."""
 
     def add(self, predictions: Sequence[Prediction]) -> None: ...
 
@@ -132,7 +144,7 @@ def _sheet(asked: Predict, out: TextIO, *, several: bool) -> Sheet:
 
 
 class TableSheet:
-    """Columns of text, never narrower than before; further classes of a photo are in rows below it."""
+    """Columns of text that never become narrower; further classes of a photo are in rows below it."""
 
     def __init__(self, out: TextIO) -> None:
         self._out, self._left, self._middle = out, 0, 0
@@ -164,7 +176,7 @@ class JsonSheet:
     """An array with one object per photo, each on its own line."""
 
     def __init__(self, out: TextIO, *, several: bool) -> None:
-        """`several`: photos have any number of labels, so they are listed."""
+        """`several`: whether photos have any number of labels, which are then listed."""
         self._out, self._several, self._before = out, several, "[\n"
 
     def add(self, predictions: Sequence[Prediction]) -> None:
@@ -181,7 +193,7 @@ class CsvSheet:
     """One row per photo; further classes are in further columns."""
 
     def __init__(self, out: TextIO, top: int, *, several: bool) -> None:
-        """`several`: photos have any number of labels, so they are in a column of their own, as tables have them."""
+        """`several`: whether photos have any number of labels, which then have a column of their own, as in tables."""
         self._writer, self._top, self._several = csv.writer(out), top, several
         more = [f"{column}_{number}" for number in range(2, top + 1) for column in ("label", "probability")]
         self._writer.writerow(["path", *(["labels"] if several else []), "label", "probability", *more])
@@ -196,30 +208,27 @@ class CsvSheet:
 
 
 class Links:
-    """Photos sorted into a folder per class, as links; nothing that is there is replaced."""
+    """Links to photos, in a folder per class; existing files are never replaced."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._used: dict[Path, int] = {}  # by place: the last number of photos with the same name
-        try:
+        with writing.explained(f"to {folder}", option="--save-dir"):
             folder.mkdir(parents=True, exist_ok=True)
             writing.probe(folder)
-        except OSError as error:
-            raise ConfigError(f"--save-dir: cannot write to {folder}: {error.strerror or error}") from error
 
-    def add(self, photo: Photo, label: str) -> None:
-        """Link to the photo; a photo of the same name gets a number, the same photo is linked once."""
-        if photo.name == photos.STDIN:  # which is no file that a link could lead to
+    def add(self, photo: Photo, labels: Iterable[str]) -> None:
+        """Link to a photo from the folder of each class, once; another photo of the same name gets a number."""
+        if photo.name == photos.STDIN:  # not a file that a link could lead to
             return
-        target = Path(os.path.abspath(photo.path))  # noqa: PTH100, a link of the user's stays one
-        try:
-            home = writing.subfolder(self._folder, folder_name(label))
-            while not _linked(home / self._name(home, target), target):
-                self._used[home / target.name] = self._used.get(home / target.name, 1) + 1
-        except UserError as error:
-            raise ConfigError(f"--save-dir: {error}") from None
-        except OSError as error:
-            raise ConfigError(f"--save-dir: cannot write to {self._folder}: {error.strerror or error}") from error
+        target = Path(os.path.abspath(photo.path))  # noqa: PTH100, the user's own links are not resolved
+        for label in labels:
+            with writing.explained(f"to {self._folder}", option="--save-dir"):
+                self._add(target, writing.subfolder(self._folder, folder_name(label)))
+
+    def _add(self, target: Path, home: Path) -> None:
+        while not _linked(home / self._name(home, target), target):
+            self._used[home / target.name] = self._used.get(home / target.name, 1) + 1
 
     def _name(self, home: Path, target: Path) -> str:
         number = self._used.get(home / target.name, 1)
@@ -227,7 +236,7 @@ class Links:
 
 
 def folder_name(label: str) -> str:
-    """A class as the name of a folder: a checkpoint may come from another person, and its names lead nowhere else."""
+    """The name of a class's folder, which leads nowhere else: a checkpoint may come from another person."""
     name = label.replace("/", "_").replace("\0", "_")
     if name.startswith("."):
         name = f"_{name[1:]}"
@@ -235,7 +244,7 @@ def folder_name(label: str) -> str:
 
 
 def _linked(place: Path, target: Path) -> bool:
-    """Whether there is a link to the target now; False: the name is taken."""
+    """Make a link to the target, unless it is there; False: the name is taken."""
     try:
         place.symlink_to(target)
     except FileExistsError:

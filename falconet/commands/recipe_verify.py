@@ -1,4 +1,4 @@
-"""`falconet recipe verify`: train a named config again, and say whether it still reaches what was recorded."""
+"""`falconet recipe verify`: train a named config again, and compare its accuracy with the recorded one."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ def run(loaded: Loaded[RecipeVerifyOptions]) -> int:
     name = _known(asked.name)
     recorded = None if asked.record else evidence_of(name)
     if asked.record:
-        writing.require_writable(asked.record, "--record")
+        writing.require_replaceable(asked.record, "--record")
     home = asked.runs if isinstance(asked.runs, Path) else folders.numbered(folders.home("runs"), f"recipe_{name}")
     say(f"{name}: {counted(asked.seeds, 'run')} in {home}")
     with none_left(), terminated_as_interrupted():
@@ -48,7 +48,7 @@ def run(loaded: Loaded[RecipeVerifyOptions]) -> int:
     say(f"recorded: {recorded.reached()} in {counted(len(recorded.runs), 'run')} on {recorded.device}, {recorded.date}")
     here, there = runs[0].images, recorded.runs[0].images
     if here != there:
-        say(f"note: {here:,} images were validated, and {there:,} when it was recorded: the data is not the same")
+        say(f"note: {here:,} images were validated, but {there:,} when it was recorded: the data is different")
     say(f"{'holds' if mean >= least else 'DOES NOT HOLD'}: {mean:.2f} %, expected at least {least:.2f} %")
     return DONE if mean >= least else FAILED
 
@@ -63,7 +63,7 @@ def _known(name: str | None) -> str:
 
 
 def _trained(asked: Recipe, name: str, home: Path, say: Say) -> Iterator[TrainedOnce]:
-    """Each run in a process of its own, as a user starts it."""
+    """Train with each seed, in a process of its own, as a user would."""
     home.mkdir(parents=True, exist_ok=True)
     for seed in range(asked.seeds):
         folder, log = home / f"seed-{seed}", home / f"seed-{seed}.log"
@@ -72,7 +72,7 @@ def _trained(asked: Recipe, name: str, home: Path, say: Say) -> Iterator[Trained
         began = time.monotonic()
         code = _ended([*TRAIN, *words], log, say)
         if code == INTERRUPTED:
-            say(f"stopped; what is done is in {home}, and its last lines in {log}")
+            say(f"stopped; finished runs are in {home}, and the output of the interrupted one in {log}")
             raise Interrupted
         if code:
             last = (log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
@@ -86,7 +86,7 @@ def _trained(asked: Recipe, name: str, home: Path, say: Say) -> Iterator[Trained
 
 
 def _ended(words: Sequence[str], log: Path, say: Say) -> int:
-    """The exit code of a program that is waited for; Ctrl-C is passed on to it, and it saves before it ends."""
+    """Run a program and return its exit code; Ctrl-C is passed on to it, so that it saves before it ends."""
     with (
         log.open("w") as out,
         # In a session of its own: a signal reaches it once, from here, whether it was sent to this process or to all.
@@ -107,7 +107,7 @@ def _ended(words: Sequence[str], log: Path, say: Say) -> int:
 
 
 def trained_in(folder: Path, seed: int) -> TrainedOnce:
-    """What the run in a folder reached."""
+    """The results of the run in a folder."""
     summary = json.loads((folder / SUMMARY).read_text())
     accuracy = summary["metrics"].get("validation/accuracy")
     if accuracy is None:
@@ -117,7 +117,7 @@ def trained_in(folder: Path, seed: int) -> TrainedOnce:
 
 
 def evidence_in(name: str, home: Path, runs: tuple[TrainedOnce, ...]) -> Evidence:
-    """`home`: holds the runs' folders, the first of which names the machine."""
+    """The evidence of runs; `home`: holds their folders, the first of which names the machine."""
     about = json.loads((home / f"seed-{runs[0].seed}" / SUMMARY).read_text())["environment"]
     on_cpu = about["device"] == "CPU"
     return Evidence(

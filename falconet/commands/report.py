@@ -29,8 +29,7 @@ def run(loaded: Loaded[ReportOptions]) -> int:
             writing.replace(target.parent, target.name, run_page.page(runs))
         table = _table_beside(target, is_own=is_own, runs=runs)
         if table is not None:
-            text = "".join(f"{line}\n" for line in csv_lines(*runs))
-            writing.replace(table.parent, table.name, text.encode("utf-8", "backslashreplace"))  # as on the page
+            writing.replace(table.parent, table.name, "".join(f"{line}\n" for line in csv_lines(*runs)))
         drawn = plots.save(runs, target.parent) if options.save_plots else []
     except LinkError as error:
         raise LinkError(error.path, "--output") from None
@@ -46,9 +45,9 @@ def run(loaded: Loaded[ReportOptions]) -> int:
 
 
 def _table_beside(target: Path, *, is_own: bool, runs: Sequence[RunFiles]) -> Path | None:
-    """Where every epoch goes in numbers: into the run's own table, or that of several runs, named after their page.
+    """The path of the table of all epochs: the run's own, or that of several runs, named after their page.
 
-    None: nowhere. A page elsewhere replaces no table of a run, and one that is no file has nothing beside it.
+    None: no table. A page elsewhere does not replace a run's table, and a page that is not a file has none.
     """
     if is_own:
         return target.parent / RESULTS
@@ -58,7 +57,7 @@ def _table_beside(target: Path, *, is_own: bool, runs: Sequence[RunFiles]) -> Pa
 
 
 def _read(folders: Sequence[Path], say: Callable[[str], None]) -> list[RunFiles]:
-    """Every run that can be read; of several, what is none is noted and left out."""
+    """Read the runs; if there are several, folders that are not runs are noted and left out."""
     found = dict[Path, RunFiles]()
     for folder in folders:
         try:
@@ -74,7 +73,7 @@ def _read(folders: Sequence[Path], say: Callable[[str], None]) -> list[RunFiles]
 
 
 def _such(folder: Path) -> str:
-    """`, such as runs/first` for a folder that holds runs; a folder may hold a million photos, so few are looked at."""
+    """`, such as runs/first` for a folder of runs; it looks at few entries, because there may be a million photos."""
     with contextlib.suppress(OSError), os.scandir(folder) as found:
         inside = sorted(each.name for each in itertools.islice(found, 1000))
         return next((f", such as {folder / each}" for each in inside if (folder / each / METRICS).is_file()), "")
@@ -82,7 +81,7 @@ def _such(folder: Path) -> str:
 
 
 def _name_among(folders: Collection[Path], folder: Path) -> str:
-    """The shortest end of its path that no other one has: `run`, or `monday/run` beside `tuesday/run`."""
+    """The shortest end of a folder's path that no other has: `run`, or `monday/run` beside `tuesday/run`."""
     lengths = range(1, len(folder.parts) + 1)
     ends = (folder.parts[-length:] for length in lengths)
     own = next(end for end in ends if sum(each.parts[-len(end) :] == end for each in folders) == 1)

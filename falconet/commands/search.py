@@ -75,7 +75,7 @@ def run(loaded: Loaded[SearchOptions]) -> int:
 
 @dataclass(frozen=True)
 class Search:
-    """A study and what each of its trials is started with."""
+    """A study, and the settings that all its trials share."""
 
     study: optuna.Study
     folder: Path
@@ -135,7 +135,7 @@ class Search:
 
 
 def _opened(folder: Path, spaces: Mapping[str, Space], *, prune: bool) -> optuna.Study:
-    """The study in a folder, new or continued with the same space."""
+    """Open the study in a folder, new or with the same search space as before."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _opened(folder: Path, spaces: Mapping[str, Space], *, prune: bool) -> optuna
         raise ConfigError(f"--study: {folder}: {error.strerror}; expected a folder that you may write") from None
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         why = str(error.__cause__ or error).splitlines()[0]
-        raise ConfigError(f"--study: {folder / DATABASE}: is no study ({why}); expected another folder") from None
+        raise ConfigError(f"--study: {folder / DATABASE}: is not a study ({why}); expected another folder") from None
     stated = {name: str(space) for name, space in spaces.items()}
     stored = study.user_attrs.get(SPACE, stated)
     if stored != stated:
@@ -184,18 +184,18 @@ def _chosen(trial: Trial, name: str, space: Space) -> str:
 
 
 def _scores(home: Path) -> list[float]:
-    """The scores of the validations that a run has written so far: of the weights or their average, the better."""
+    """The scores of a run's validations so far, of its weights or their average, whichever is better."""
     found = [(row, metric) for row in _rows(home) for key, metric in SCORES.items() if key in row]
     return [max(float(row[metric.key]), float(row.get(metric.average_key, 0.0))) for row, metric in found]
 
 
 def _metric(home: Path) -> str:
-    """What those scores are."""
+    """The name of the metric of a run's scores."""
     return next((metric.name for row in _rows(home) for key, metric in SCORES.items() if key in row), ACCURACY.name)
 
 
 def _rows(home: Path) -> list[dict[str, Any]]:
-    """What a run has logged so far; an unfinished last line is left for the next look."""
+    """The rows that a run has logged so far; an unfinished last line is left for the next look."""
     try:
         lines = (home / METRICS).read_bytes().split(b"\n")[:-1]
     except OSError:
@@ -204,7 +204,7 @@ def _rows(home: Path) -> list[dict[str, Any]]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Stop a trial that still runs, as Ctrl-C would; it is given the time to save, then killed."""
+    """Stop a running trial as Ctrl-C would; it gets time to save, and then is killed."""
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGINT)
@@ -216,7 +216,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _require_success(finished: list[FrozenTrial], folder: Path) -> None:
-    """Stop when nothing works: what fails every time is in the options that all trials share."""
+    """Stop the search if every trial fails: the mistake is in the options that all trials share."""
     if len(finished) >= STARTUP and all(trial.state == TrialState.FAIL for trial in finished):
         why = finished[-1].user_attrs.get("why", "")
         raise ConfigError(f"the first {len(finished)} trials failed, the last with: {why}; their logs are in {folder}")
@@ -227,7 +227,7 @@ def _finished(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def _running(study: optuna.Study, folder: Path) -> int:
-    """Trials that run now, in other workers. What a dead worker left is entered: complete if the training ended."""
+    """The number of trials that run in other workers; those of dead workers are entered, as complete if they ended."""
     count = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if _is_held(_log(folder, trial.number)) or _is_new(trial):
@@ -262,7 +262,7 @@ def _log(folder: Path, number: int) -> Path:
 
 
 def _conclude(study: optuna.Study, folder: Path, spaces: Mapping[str, Space], say: Say) -> int:
-    """The table of all trials, on the screen and as CSV, and the config of the best one."""
+    """Show the table of all trials, write it as CSV, and write the config of the best one."""
     trials = sorted(_finished(study), key=lambda trial: -(trial.value if trial.value is not None else -1))
     metric = next(
         (_metric(folder / f"trial-{trial.number}") for trial in trials if trial.value is not None), ACCURACY.name

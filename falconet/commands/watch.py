@@ -37,7 +37,7 @@ FOOT = "q or Ctrl-C leaves"
 def run(loaded: Loaded[WatchOptions]) -> int:
     options = loaded.options.watch
     folder, console = options.source or folders.home(RUNS), Lines(highlight=False, soft_wrap=True)
-    with terminated_as_interrupted():  # so that the terminal is put in order
+    with terminated_as_interrupted():  # so that the terminal is restored
         if options.page:
             return _serve(folder, options)
         if not console.is_terminal or console.is_dumb_terminal:
@@ -58,7 +58,7 @@ def _serve(folder: Path, options: Watch) -> int:
 
 
 def _print(folder: Path, console: Lines) -> int:
-    """A line per epoch as it comes, for a pipe or a file; until a single run has ended."""
+    """Print a line per epoch as it comes, for a pipe or a file; a single run is followed to its end."""
     screen, waiting = Screen(console), ""
     while isinstance(followed := what_is_there(folder), str):
         if followed != waiting:
@@ -78,7 +78,7 @@ def _print(folder: Path, console: Lines) -> int:
 
 
 def _draw(folder: Path, console: Lines) -> int:
-    """A dashboard, on a screen of its own; what it showed last stays on the terminal."""
+    """Draw a dashboard on a screen of its own; its last lines stay on the terminal."""
     followed, frame = what_is_there(folder), list[Text]()  # a mistake is answered before the screen is cleared
     NOTICE.end()
     try:
@@ -88,7 +88,7 @@ def _draw(folder: Path, console: Lines) -> int:
                 followed = what_is_there(folder) if isinstance(followed, str) else followed
                 frame = _frame(followed, folder, console, rows=console.height - 2)
                 live.update(Group(*frame, Text(), Text(_foot(followed)[: console.width], style="dim")), refresh=True)
-                # Of what is shown: a run that has ended since is shown once more, as it ended.
+                # As of the last look: a run that has ended since is shown once more, as it ended.
                 if isinstance(followed, FollowedRun) and followed.run is not None and followed.run.state == "done":
                     break
                 typed = keys.pressed(_pause(began))
@@ -114,7 +114,7 @@ def _frame(followed: FollowedRun | FollowedFolder | str, folder: Path, console: 
 
 
 def _foot(followed: FollowedRun | FollowedFolder | str) -> str:
-    """How to leave, and that this ends no run that is under way."""
+    """The last line: how to leave, and a reminder that the runs continue."""
     if isinstance(followed, str):
         return FOOT
     watched = [followed] if isinstance(followed, FollowedRun) else followed.runs.values()
@@ -127,7 +127,7 @@ def _pause(began: float) -> float:
 
 
 class _Keys:
-    """What is typed, if standard input is a terminal, with Ctrl-Z also where it comes as a signal."""
+    """The keys that are typed on a terminal, including Ctrl-Z if it arrives as a signal."""
 
     def __enter__(self) -> Self:
         self._handle = sys.stdin.fileno() if sys.stdin and sys.stdin.isatty() else None
@@ -143,7 +143,7 @@ class _Keys:
         os.close(self._told)
 
     def pressed(self, seconds: float) -> str:
-        """What is typed next, within so many seconds."""
+        """The keys that are typed within some seconds."""
         # Not sys.stdin.read, which would keep what else was typed where select does not see it.
         inputs = [self._heard, *([] if self._handle is None else [self._handle])]
         return "".join(
@@ -151,7 +151,7 @@ class _Keys:
         )
 
     def stop(self) -> None:
-        """Stop this process, with the terminal as it was; returns when `fg` lets it go on."""
+        """Stop this process, with the terminal as it was; returns when `fg` continues it."""
         self._leave()
         signal.raise_signal(signal.SIGTSTP)
         self._take()  # after `bg` the system stops a process here

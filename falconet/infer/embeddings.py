@@ -1,4 +1,4 @@
-"""Embeddings: what a model's classifier layer gets, and the .npz file that holds them for any number of photos."""
+"""Embeddings, the inputs of a model's classifier layer, and the .npz file that holds them for any number of photos."""
 
 import os
 import shutil
@@ -13,13 +13,14 @@ from typing import BinaryIO, Self
 import numpy as np
 from torch import Tensor, nn
 
+from falconet import writing
 from falconet.errors import ConfigError
 
-CHARACTER = 4  # bytes, in numpy's text
+CHARACTER = 4  # bytes in numpy's text
 
 
 def classifier_layer(model: nn.Module, classes: int) -> nn.Module:
-    """The last layer that makes one output per class: linear, or a convolution as in SqueezeNet."""
+    """The last layer with one output per class: linear, or a convolution as in SqueezeNet."""
     found = None
     for layer in model.modules():
         outputs = getattr(layer, "out_features", getattr(layer, "out_channels", None))
@@ -34,9 +35,9 @@ def classifier_layer(model: nn.Module, classes: int) -> nn.Module:
 
 @contextmanager
 def tapped(model: nn.Module, classes: int) -> Iterator[Callable[[], Tensor | None]]:
-    """Within it, a function that returns what the classifier layer got since the last call, N x features.
+    """Provide a function that returns the classifier layer's input since its last call, N x features.
 
-    Of several views of the images it is that of the first, the images themselves. The input of a convolution is
+    With several views of the images, that is for the first view, the images themselves. A convolution's input is
     averaged over its positions.
     """
     seen: list[Tensor] = []
@@ -58,11 +59,9 @@ class EmbeddingFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._held = path, ExitStack()
-        try:
+        with writing.explained(path):
             self._rows: BinaryIO = self._held.enter_context(tempfile.TemporaryFile(dir=path.parent))  # noqa: SIM115
             self._names: BinaryIO = self._held.enter_context(tempfile.TemporaryFile(dir=path.parent))  # noqa: SIM115
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
         self._count = self._features = self._longest = 0
 
     def add(self, name: str, features: Tensor) -> None:
@@ -82,22 +81,24 @@ class EmbeddingFile:
     def _write(self) -> None:
         aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            with zipfile.ZipFile(aside, "w") as file:
-                with file.open("embeddings.npy", "w", force_zip64=True) as rows:
-                    _start(rows, "<f4", (self._count, self._features))
-                    self._rows.seek(0)
-                    shutil.copyfileobj(self._rows, rows, 1 << 20)
-                with file.open("paths.npy", "w", force_zip64=True) as names:
-                    _start(names, f"<U{max(self._longest, 1)}", (self._count,))
-                    self._names.seek(0)
-                    for name in _split(self._names):
-                        coded = os.fsdecode(name).encode("utf-32-le", "surrogatepass")
-                        names.write(coded.ljust(max(self._longest, 1) * CHARACTER, b"\0"))
-            aside.replace(self._path)
-        except OSError as error:
-            raise ConfigError(f"cannot write {self._path}: {error.strerror or error}") from error
+            with writing.explained(self._path):
+                self._write_arrays(aside)
+                aside.replace(self._path)
         finally:
             aside.unlink(missing_ok=True)
+
+    def _write_arrays(self, path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as file:
+            with file.open("embeddings.npy", "w", force_zip64=True) as rows:
+                _start(rows, "<f4", (self._count, self._features))
+                self._rows.seek(0)
+                shutil.copyfileobj(self._rows, rows, 1 << 20)
+            with file.open("paths.npy", "w", force_zip64=True) as names:
+                _start(names, f"<U{max(self._longest, 1)}", (self._count,))
+                self._names.seek(0)
+                for name in _split(self._names):
+                    coded = os.fsdecode(name).encode("utf-32-le", "surrogatepass")
+                    names.write(coded.ljust(max(self._longest, 1) * CHARACTER, b"\0"))
 
 
 def _start(file: object, kind: str, shape: tuple[int, ...]) -> None:
@@ -105,7 +106,7 @@ def _start(file: object, kind: str, shape: tuple[int, ...]) -> None:
 
 
 def _split(file: BinaryIO) -> Iterator[bytes]:
-    """What lies between zero bytes."""
+    """Split a file at its zero bytes."""
     rest = b""
     while block := file.read(1 << 20):
         *whole, rest = (rest + block).split(b"\0")

@@ -281,7 +281,7 @@ def test_average_made_by_training_is_kept_when_another_one_is_made(falconet, tra
     answer = falconet("average r --weight-avg-N 2")
     assert answer.code == 0, answer.err
     other = AVERAGED.with_name(f"{AVERAGED.name}_mean_2")
-    assert f"{AVERAGED} is another average, and kept\n" in answer.out
+    assert f"{AVERAGED} is another average and is kept\n" in answer.out
     assert f"written to {other}\n" in answer.out
     assert_same(weights(AVERAGED), before)
     assert_same(weights(other), by_hand(NAMES[2:], mean))

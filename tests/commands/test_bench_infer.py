@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from falconet import inputs
+from falconet.bench import model_speed
 from falconet.bench.timing import Series, Trial
 from falconet.commands import bench_infer
+from falconet.commands.bench_infer import folding
+from falconet.config.commands import InferOptions
+from falconet.config.load import read_line
 from falconet.data.buffers import Batch
-from falconet.models import splits
 from falconet.parallel.environment import OURS, Place
+from falconet.parallel.world import open_machine
+from falconet.report.styles import FALCONET
 from layouts import encoded, photo
 from tiny import TINY
 
@@ -80,7 +86,7 @@ def test_joined_batches_keep_their_order_and_memory():
         )
         for number in range(3)
     ]
-    first, second = bench_infer.joined(batches, 2)
+    first, second = model_speed.joined(batches, 2)
     assert first.labels.tolist() == [0, 0, 1, 1]
     assert second.labels.tolist() == [2, 2, 0, 0]
     for one, expected in zip(second.images.unbind(), (2, 0), strict=True):
@@ -123,7 +129,7 @@ def test_model_sees_the_same_images_however_they_are_copied(falconet, monkeypatc
         seen.append((images.dtype, images.clone(), predict(images)))
         return Series(latency=[0.001] * count, throughput=[0.001] * count)
 
-    monkeypatch.setattr(bench_infer, "measure_resident", resident)
+    monkeypatch.setattr(model_speed, "measure_resident", resident)
     line = "bench infer --data folder --data-dir photos --image-size 32 --micro-batch-size 4 --iterations 6"
     for options in ("", "--no-eight-bit-io", "--no-eight-bit-io --normalization-location host"):
         answer = falconet(f"{line} {options} --threads 1 --device cpu")
@@ -150,16 +156,13 @@ def test_parallel_processes_are_counted_together(falconet):
 
 
 def test_fewer_devices_than_replicas_are_noted(falconet, monkeypatch):
-    monkeypatch.setattr(bench_infer, "cores", lambda: 1)
-    monkeypatch.setattr(bench_infer, "PROCESSES_PER_CORE", 1)
+    monkeypatch.setattr(bench_infer, "devices_here", lambda machine: 1)
     answer = falconet(f"{SMALL} --replicas 4")
     assert answer.code == 0
     assert "note: 4 replicas requested, 1 device is available: 1 runs, with a batch each" in answer.out
 
 
 def test_launched_processes_are_not_called_devices():
-    from falconet.commands.bench_infer import folding
-
     started = Place(rank=0, size=4, local_rank=0, local_size=4, launcher="torchrun")
     assert folding(16, place=started, here=2) == (
         "16 replicas requested, 4 processes of torchrun: 4 run, with a batch each"
@@ -200,7 +203,7 @@ def test_typo_in_a_command_of_two_words_is_answered(falconet, line, message):
 
 
 def test_too_many_batches_are_cut_and_noted(falconet, monkeypatch):
-    monkeypatch.setattr(bench_infer, "MOST", 6)
+    monkeypatch.setattr(model_speed, "MOST", 6)
     answer = falconet(SMALL, "tensorflow")
     assert "note: 6 of 12 batches are measured" in answer.out
     assert re.search(r"^Validation top-1 accuracy \[resnet8-cifar\] .* img/sec: ", answer.out, re.M)
@@ -230,7 +233,7 @@ def test_the_tensorflow_program_has_a_validation_line_with_a_number_for_every_re
 
 
 def test_a_repetition_ends_after_about_the_seconds_asked_for(falconet, monkeypatch):
-    monkeypatch.setattr("falconet.commands.bench_infer.try_out", lambda *_, **__: Trial(seconds=0.25, accuracy=0.0))
+    monkeypatch.setattr(model_speed, "try_out", lambda *_, **__: Trial(seconds=0.25, accuracy=0.0))
     answer = falconet(f"{REPEATED} --iterations 1000 --repeat 2 --seconds 1 --output found.json")
     assert answer.code == 0, answer.err
     assert answer.out.startswith("note: 4 of 1,000 batches are measured per repetition, in about 1 s (--seconds)\n")
@@ -279,30 +282,23 @@ def test_stages_on_one_device_are_noted_and_checked(falconet):
 
 @pytest.mark.parametrize("names", ["layer2/0/conv2 layer3/0", "auto:3"])
 @pytest.mark.parametrize("of", ["random weights", "a checkpoint"])
-def test_stages_on_several_devices_predict_what_the_model_does(falconet, monkeypatch, names, of):
+def test_stages_on_several_devices_predict_what_the_model_does(falconet, capfd, splits, of):
     """The devices are all this CPU, whose stages are the same modules."""
-    line = SMALL
+    words = SMALL.split()[2:]
     if of == "a checkpoint":
         assert falconet(f"train {TINY} --run-dir r").code == 0
-        line = "bench infer --checkpoint-input-path r --iterations 12 --micro-batch-size 4 --device cpu"
-    scores, stages, measured, split = [], [], bench_infer.measure_resident, splits.split
-
-    def resident(predict, batches, **more):
-        scores.append(predict(batches[0].images))
-        return measured(predict, batches, **more)
-
-    monkeypatch.setattr(bench_infer, "measure_resident", resident)
-    monkeypatch.setattr(splits, "split", lambda *given: stages.extend(split(*given)) or stages)
-    assert falconet(line).code == 0
-    assert stages == []
-    monkeypatch.setattr(bench_infer, "stage_devices", lambda *_: [torch.device("cpu")] * 3)
-    answer = falconet(f"{line} --pipeline-splits {names}")
-    assert answer.code == 0, answer.err
-    assert "note:" not in answer.out
-    assert len(stages) == 3
-    whole, staged = scores
-    assert whole.unique().numel() > 1
-    torch.testing.assert_close(staged, whole)  # whose norms are folded
+        words = ["--checkpoint-input-path", "r", "--iterations", "12", "--micro-batch-size", "4", "--device", "cpu"]
+    seen, images = [], torch.linspace(0, 1, 4 * 3 * 16 * 16).view(4, 3, 16, 16)
+    for devices, more in ((1, []), (3, ["--pipeline-splits", *splits.split()])):
+        loaded = inputs.load(InferOptions, read_line(InferOptions, [*words, *more]))
+        with open_machine(loaded.options.machine) as world:
+            subject = bench_infer.opened(loaded.options, loaded.line, world, devices=[world.device] * devices)
+            seen.append((type(subject.model).__name__, subject.model(images)))
+            model_speed.measure(subject, world, FALCONET)
+            assert re.search("^on the device: .* images/s", capfd.readouterr().out, re.M)
+    (whole, expected), (staged, found) = seen
+    assert (whole != staged, staged) == (True, "OverDevices")
+    assert torch.equal(found, expected)
 
 
 def test_photos_of_which_none_validates_are_reported(falconet, tmp_path):

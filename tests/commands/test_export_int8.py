@@ -11,6 +11,7 @@ import pytest
 
 from falconet.cli import main
 from falconet.commands import export
+from falconet.export import photos
 from falconet.export.formats import FORMATS, torch_engine
 
 QUICK = "--threads 1 --latency-batch 8"
@@ -81,8 +82,10 @@ def test_a_run_is_quantised_and_measured_on_its_validation_images(run, falconet)
 def test_only_training_images_calibrate(image_folder, falconet, quick, monkeypatch):
     line = "train photos --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 1 --warmup-epoch 0"
     assert falconet(f"{line} --threads 1 --device cpu --run-dir run").code == 0
-    seen, prepare = [], export._divided
-    monkeypatch.setattr(export, "_divided", lambda *given: seen.append(prepare(*given)) or seen[-1])
+    seen, divided = [], photos.divided_run
+    monkeypatch.setattr(
+        photos, "divided_run", lambda *given, **named: seen.append(divided(*given, **named)) or seen[-1]
+    )
     answer = falconet(f"export run --int8 --calibration-images 10 {QUICK}")
     assert answer.code == 0, answer.err
     assert "calibrated on 10 training images" in answer.out

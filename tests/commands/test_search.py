@@ -66,7 +66,7 @@ def test_a_study_that_cannot_be_opened_is_one_line(falconet, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/study.db").write_text("not a database")
-    for name, why in {"file": "expected a folder that you may write", "broken": "is no study"}.items():
+    for name, why in {"file": "expected a folder that you may write", "broken": "is not a study"}.items():
         answer = falconet(f"search --lr 0.01,0.02 --study {name}")
         assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
         assert f"--study: {name}" in answer.err

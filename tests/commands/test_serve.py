@@ -23,10 +23,10 @@ from falconet.commands import serve
 from falconet.config.options import Serving
 from falconet.config.settings import LINE, Setting
 from falconet.errors import ConfigError
+from falconet.evaluation.saved_model import open_checkpoint
 from falconet.infer.predictor import open_served
 from falconet.serve.interface import descriptors
 from falconet.serve.protocol import HEADER
-from falconet.train.saved_model import open_checkpoint
 from gloo import free_port
 from grpc_requests import request
 from served import LIMIT, answers, binary, connected, infer, received, served, until
@@ -162,19 +162,19 @@ def test_grpc_is_left_out_where_it_cannot_be_and_was_not_asked_for(monkeypatch, 
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
         why = "needs grpcio and protobuf: pip install 'falconet[serve]'"
     said = []
-    assert serve._reserve(Serving(port=0), 1234, said.append) is None
+    assert serve.reserve(Serving(port=0), 1234, said.append) is None
     assert said == [f"serving over HTTP only, without gRPC: {why}"]
     with pytest.raises(ConfigError, match=re.escape(f"--grpc-port: {why}")):
-        serve._reserve(Serving(port=0, grpc_port=0), 1234, said.append)
+        serve.reserve(Serving(port=0, grpc_port=0), 1234, said.append)
 
 
 def test_grpc_follows_the_port_of_http():
-    with socket.create_server(("127.0.0.1", 0)) as near, serve._reserve(Serving(port=0), 1234, print) as found:
+    with socket.create_server(("127.0.0.1", 0)) as near, serve.reserve(Serving(port=0), 1234, print) as found:
         assert found.getsockname()[1] not in (0, 1235, near.getsockname()[1])
         free = found.getsockname()[1]
-    with serve._reserve(Serving(), free - 1, print) as found:
+    with serve.reserve(Serving(), free - 1, print) as found:
         assert found.getsockname()[1] == free
-    with serve._reserve(Serving(port=65535), 65535, print) as found:
+    with serve.reserve(Serving(port=65535), 65535, print) as found:
         assert found.getsockname()[1] > 0
 
 
