@@ -3,10 +3,10 @@
     python bench/averaging.py --data-dir DIR --output averaging.json -- --config cifar10-resnet20 --epoch 40
     python bench/averaging.py --show docs/evidence/averaging.json       the table, for docs/using/recipes.md
 
-What follows `--` goes to `falconet train`, with --ema-half-life 2 and a checkpoint after every epoch. The run is kept
-if --run names a folder; the same line again goes on with what is neither there nor in --output. Without --run it begins
-anew. Each average is validated twice: with the mean of batch norm's statistics, and with statistics that are estimated
-again from training images. The best checkpoint is chosen by the images that it is measured with, so its accuracy is too
+Words after `--` go to `falconet train`, with --ema-half-life 2 and a checkpoint after every epoch. The run is kept
+if --run names a folder; the same line again continues with what is missing there and in --output. Without --run it
+starts again. Each average is validated twice: with the mean of batch norm's statistics, and with statistics estimated
+from training images. The best checkpoint is chosen on the same images that measure it, so its accuracy is too
 high.
 """
 
@@ -35,7 +35,7 @@ _ACCURACY = re.compile(r"^accuracy of the average: ([\d.]+)%", re.M)
 
 
 def trained(words: list[str], run: Path) -> Iterator[tuple[str, list[float | None]]]:
-    """The accuracies that the run itself measures; one that is there is not made again."""
+    """The accuracies that the run itself measures; an existing run is not made again."""
     saved = ["--checkpoint-save-freq", "1", "--checkpoints-kept", "all"]  # else only the newest three are there
     if not (run / "summary.json").exists():
         line = ["train", *words, "--ema-half-life", "2", *saved, "--no-report", "--run-dir", str(run), "--resume"]

@@ -1,4 +1,4 @@
-"""Processor time per photo of `falconet data check`, beside plain loops of Pillow over the same files, one thread each.
+"""Compare `falconet data check` with plain Pillow loops over the same files: processor time per photo, one thread each.
 
     python bench/data_check.py FOLDER [--photos 2000]
 

@@ -1,4 +1,4 @@
-"""What `falconet doctor` predicts for a training beside what the training then does, in images per second.
+"""Compare `falconet doctor`'s predictions with actual training, in images per second.
 
     python bench/doctor.py OPTIONS                 one training
     python bench/doctor.py --photos FOLDER N SIDE  make N photos of SIDE x SIDE pixels first, in ten classes
@@ -17,7 +17,7 @@ from PIL import Image
 
 
 def made(folder: Path, count: int, side: int) -> None:
-    """Clouds and grain, about as many bits per pixel as photos have."""
+    """Make photos of clouds and grain, with about as many bits per pixel as real ones."""
     random = np.random.default_rng(0)
     for number in range(count):
         clouds = Image.fromarray(random.integers(0, 256, (12, 16, 3), dtype=np.uint8))

@@ -70,7 +70,7 @@ def stored_photos(folder: Path, into: Path, recipe: Recipe) -> Path:
 
 
 def compare(model: str, args: argparse.Namespace, home: Path, outputs: Sequence[Path]) -> None:
-    """All kinds with one model; run in a process of its own, which ends with code 1 if one of them fails."""
+    """Measure all kinds with one model, in a separate process, which exits with 1 if one of them fails."""
     name, _, batch = model.partition(":")
     options = f"--model {name} --micro-batch-size {batch} --device {args.device} {args.options}"
     # As ImageNet, not as a folder, which would bring the optimizer and augmentation of the config `photos`.
@@ -103,7 +103,7 @@ def compare(model: str, args: argparse.Namespace, home: Path, outputs: Sequence[
 
 
 def table(path: Path) -> Iterator[str]:
-    """Markdown: the medians and their ratio to synthetic data's."""
+    """A Markdown table of the medians and their ratios to synthetic data."""
     rates: dict[str, dict[str, list[float]]] = {}
     for run in rows_in(path):
         rates.setdefault(run["model"], {}).setdefault(run["kind"], []).append(run["images_per_second"])

@@ -51,7 +51,7 @@ PREPROCESSING = Preprocessing(image_size=SIZE, resize=RESIZE, mean=IMAGENET_MEAN
 
 @dataclass(frozen=True)
 class Photos:
-    """Which photos every method reads: the first `images` of ImageFolder's listing, `repeat` times."""
+    """The photos that every method reads: the first `images` of ImageFolder's listing, `repeat` times."""
 
     root: Path
     images: int
@@ -194,7 +194,7 @@ def measure(found: list[Method], workers: list[int], rounds: int) -> dict[tuple[
 
 
 def table(rates: dict[tuple[str, str], list[float]], title: str) -> None:
-    """Median rate, half its range over the rounds, and the median ratio to torchvision in the same round."""
+    """Print the median rate, half its range over the rounds, and the median ratio to torchvision in the same round."""
     names, columns = list(dict.fromkeys(n for n, _ in rates)), list(dict.fromkeys(c for _, c in rates))
     print(f"\n{title}: images per second (spread), times torchvision")
     print(f"{'':12}" + "".join(f"{column:>28}" for column in columns))

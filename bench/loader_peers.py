@@ -1,4 +1,4 @@
-"""The methods that bench/loader.py compares with: NVIDIA DALI and FFCV, on the CPU."""
+"""The other methods in bench/loader.py: NVIDIA DALI and FFCV, on the CPU."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Method:
 
 
 def dali_method(source: FileSource, workers: list[int], training: bool) -> Method:
-    """DALI decodes only the crop if it can; its threads replace workers."""
+    """DALI's method: it decodes only the crop if it can, and its threads replace workers."""
     from nvidia.dali import fn, pipeline_def, types
 
     files = [str(source.path(index)) for index in range(len(source))]
@@ -63,7 +63,7 @@ class FfcvFiles:
 
 
 def write_for_ffcv(source: FileSource, folder: Path) -> FfcvFiles:
-    """FFCV cannot keep a JPEG's bytes: its recipe encodes again, at most 500 pixels wide or high, quality 90."""
+    """Write FFCV's file with its recipe: JPEGs encoded again, at most 500 pixels wide or high, quality 90."""
     import numpy as np
     from ffcv.fields import IntField, RGBImageField
     from ffcv.fields.rgb_image import encode_jpeg, resizer
@@ -84,7 +84,7 @@ def write_for_ffcv(source: FileSource, folder: Path) -> FfcvFiles:
 
 
 class _Photos:
-    """Photos as FFCV's writer takes them."""
+    """Photos in the form that FFCV's writer takes."""
 
     def __init__(self, source: FileSource) -> None:
         self._source = source

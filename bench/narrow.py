@@ -1,4 +1,4 @@
-"""Measure the weight's gradient of dense 3 x 3 convolutions of few channels: cuDNN's beside our kernel's tilings.
+"""Measure the weight gradient of dense 3 x 3 convolutions of few channels, by cuDNN and by our kernel's tilings.
 
 Every tiling is compared with float64 first. Times are those of captured calls over buffers that the L2 cache does not
 hold, in microseconds; "sums" is our kernel without the merging of its programs' sums.
@@ -29,7 +29,7 @@ THEIRS = {"cuDNN": (True, False), "cuDNN, any": (False, False), "cuDNN, tried": 
 
 
 class Shape(NamedTuple):
-    """A layer's."""
+    """The sizes of a layer."""
 
     images: int
     inputs: int
@@ -97,7 +97,7 @@ SHAPES = {
 
 
 def given(shape: Shape, *, images: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """An input and a gradient of the result."""
+    """An input, and a gradient of the result."""
     sizes = (images, shape.stride, shape.side, shape.side), (images, shape.outputs, shape.side, shape.side)
     x, dy = (torch.randn(size, device=device, dtype=dtype) for size in sizes)
     x[:, shape.inputs :] = 0
@@ -110,7 +110,7 @@ def weight_of(shape: Shape, device: torch.device, *, channels: int, dtype: torch
 
 
 def exact(x: Tensor, dy: Tensor, inputs: int) -> Tensor:
-    """In float64, tap by tap."""
+    """The weight gradient in float64, tap by tap."""
     height, width = x.shape[2:]
     framed, dy = functional.pad(x[:, :inputs].double(), (1, 1, 1, 1)), dy.double()
     taps = [(row, column) for row in range(3) for column in range(3)]
@@ -131,7 +131,7 @@ def cudnn(x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def grouped(x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
-    """By the kernel of grouped convolutions, which takes 16 channels as one group."""
+    """The weight gradient by the kernel for grouped convolutions, with 16 channels as one group."""
     images, channels, height, width = x.shape
     sizes = grouped_kernels.Geometry(images, channels, height, width, channels, 1)
     return grouped_kernels.weight_gradient(x, dy, weight, sizes)
@@ -147,7 +147,7 @@ def named(tiling: Tiling) -> str:
 
 
 def their_times(shape: Shape, weight: Tensor, buffers: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """cuDNN's microseconds by how it chooses; where there are 16 channels, those of the grouped kernel, too."""
+    """cuDNN's microseconds by its way of choosing; with 16 channels, also those of the grouped kernel."""
     times = {}
     for name, (deterministic, benchmark) in THEIRS.items():
         with torch.backends.cudnn.flags(enabled=True, deterministic=deterministic, benchmark=benchmark):
@@ -160,7 +160,7 @@ def their_times(shape: Shape, weight: Tensor, buffers: Sequence[tuple[Tensor, Te
 
 
 def fault(tiling: Tiling, weight: Tensor, few: tuple[Tensor, Tensor], expected: Tensor) -> str:
-    """What is wrong with the result, if anything is."""
+    """The fault of the result, if any."""
     found, again = (narrow_kernels.weight_gradient(*few, weight, tiling) for _ in range(2))
     error = relative(found, expected)
     if not error < AGREE:
@@ -169,7 +169,7 @@ def fault(tiling: Tiling, weight: Tensor, few: tuple[Tensor, Tensor], expected: 
 
 
 def measure(shape: Shape, dtype: torch.dtype, *, small: bool, limit: float) -> dict[str, float]:
-    """Microseconds by what was timed; nothing of what failed, or would start after `limit` seconds."""
+    """Microseconds by what was timed, without failures and without what would start after `limit` seconds."""
     device = torch.device("cpu" if small else "cuda")
     few = given(shape, images=2 if small else 64, dtype=dtype, device=device)
     expected, weight = exact(*few, shape.inputs), weight_of(shape, device, channels=shape.inputs)
@@ -207,7 +207,7 @@ def compile_ahead(shapes: Sequence[Shape], dtype: torch.dtype) -> None:
 
 
 def fastest(shape: Shape, times: dict[str, float]) -> Shape:
-    """With the two best tilings alone."""
+    """The shape with only the two best tilings."""
     return shape._replace(tilings=sorted(shape.tilings, key=lambda tiling: times.get(named(tiling), torch.inf))[:2])
 
 

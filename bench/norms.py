@@ -1,6 +1,6 @@
-"""Measure group norm with what follows it, forward and backward, in channels-last memory.
+"""Measure group norm and what follows it, forward and backward, in channels-last memory.
 
-Torch's layers one by one beside ours as one, of neighbouring and of strided channels: the norm alone, with ReLU, and
+Torch's separate layers against our fused one, for neighbouring and strided channels: the norm alone, with ReLU, and
 with a sum and ReLU as at the end of a residual block.
 
 python bench/norms.py                              on a GPU, fp16, batch 128, captured as in a run; 30 s
@@ -41,7 +41,7 @@ class Plain(nn.Module):
 
 
 def measure(layer: nn.Module, shape: tuple[int, ...], device: torch.device, *, adds: bool) -> float:
-    """Milliseconds."""
+    """The milliseconds of a layer."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     layer = layer.to(device)
     given = [drawn(shape, device, dtype).requires_grad_() for _ in range(1 + adds)]
@@ -58,7 +58,7 @@ def drawn(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
 
 
 def _processor_time(both: Callable[[], None]) -> float:
-    """Milliseconds that one thread computes, whatever else the machine does."""
+    """The milliseconds that one thread computes, whatever else the machine does."""
     times = []
     for _ in range(CALLS + 1):
         begin = time.process_time()
@@ -68,7 +68,7 @@ def _processor_time(both: Callable[[], None]) -> float:
 
 
 def copy_time(shape: tuple[int, ...], device: torch.device) -> float:
-    """Milliseconds of a copy of the input."""
+    """The milliseconds of a copy of the input."""
     source = drawn(shape, device, torch.float16 if device.type == "cuda" else torch.float32)
     target = torch.empty_like(source)
     copy = lambda: target.copy_(source)  # noqa: E731

@@ -39,7 +39,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one run reached."""
+    """The result of one run."""
 
     tool: str
     command: str
@@ -109,7 +109,7 @@ def _table(path: Path) -> list[dict[str, str]]:
 
 
 def run(tool: Tool, epochs: int | None) -> Trained:
-    """Train for so many epochs; each accuracy is stamped when it appears in the tool's results."""
+    """Train for some epochs, and record the time at which each accuracy appears in the tool's results."""
     length = [tool.epochs, str(epochs)] if tool.epochs else []
     with tempfile.TemporaryDirectory() as folder:
         out, times = Path(folder), list[float]()
@@ -128,7 +128,7 @@ def run(tool: Tool, epochs: int | None) -> Trained:
 
 
 def epochs_in(tool: Tool, seconds: float) -> int:
-    """Epochs that fit, by a run of three."""
+    """The number of epochs that fit, estimated from a run of three."""
     tried = run(tool, 3)
     each = (tried.times[2] - tried.times[0]) / 2
     start = tried.seconds - 3 * each

@@ -1,7 +1,7 @@
 """Measure SpeedNet's first layer and its pools: our kernels in several tilings, for the batch of cifar10-speedrun.
 
 Each is compared with float64 first. Times are those of captured calls over buffers that the L2 cache does not hold, in
-microseconds, beside what memory would take.
+microseconds, with the time that memory alone would take.
 
 PYTHONPATH=. python bench/pooled.py                                      on a GPU; about 30 s
 TRITON_INTERPRET=1 PYTHONPATH=. python bench/pooled.py --device cpu      tries the tilings on few images; no times
@@ -44,7 +44,7 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel does in an update, and how it may be divided."""
+    """The work of a kernel in an update, and its possible tilings."""
 
     name: str
     bytes: int  # that are read and written
@@ -56,7 +56,7 @@ class Work:
     tilings: Sequence[Any]
 
     def divided(self, tiling: object) -> Callable[..., Tensor]:
-        """The call, with the tiling set first."""
+        """A call that first sets the tiling."""
 
         def call(*buffers: Tensor) -> Tensor:
             if self.constant is not None:
@@ -75,7 +75,7 @@ def pooled(y: Tensor) -> Tensor:
 
 
 def halving(channels: int, side: int, device: torch.device, dtype: torch.dtype) -> Work:
-    """The pool before a norm, forward."""
+    """The forward pass of the pool before a norm."""
     values = IMAGES * channels
     return Work(
         name=f"_halve {channels} x {side} x {side}",
@@ -90,7 +90,7 @@ def halving(channels: int, side: int, device: torch.device, dtype: torch.dtype) 
 
 
 def spreading(channels: int, side: int, device: torch.device, dtype: torch.dtype) -> Work:
-    """Its gradient, once the norm's sums are known."""
+    """The gradient of the pool before a norm, once the norm's sums are known."""
     weight, bias = torch.rand(channels, device=device) + 0.5, torch.randn(channels, device=device)
 
     def given(images: int) -> Tensors:
@@ -123,7 +123,7 @@ def spreading(channels: int, side: int, device: torch.device, dtype: torch.dtype
 
 
 def stem(device: torch.device, dtype: torch.dtype) -> list[Work]:
-    """The first layer, of 24 channels in memory of 32, and the gradient of its bias."""
+    """The first layer, with 24 channels in memory for 32, and the gradient of its bias."""
     conv, values = nn.Conv2d(3, 24, 2).to(device), (SIDE - 1) ** 2 * 32
     exactly = nn.Conv2d(3, 24, 2, dtype=torch.float64).to(device)
     exactly.load_state_dict({"weight": conv.weight.to(dtype), "bias": conv.bias})  # as tensor cores take it
@@ -163,7 +163,7 @@ def stem(device: torch.device, dtype: torch.dtype) -> list[Work]:
 
 
 def fault(call: Callable[..., Tensor], buffers: Tensors, expected: Tensor, allowed: float) -> str:
-    """What is wrong with the result, if anything is."""
+    """The fault of the result, if any."""
     found, again = call(*buffers), call(*buffers)
     error = ((found.double() - expected).norm() / expected.norm()).item()
     if not error <= allowed:
@@ -172,7 +172,7 @@ def fault(call: Callable[..., Tensor], buffers: Tensors, expected: Tensor, allow
 
 
 def measure(work: Work, *, images: int, small: bool) -> dict[object, float]:
-    """Microseconds by tiling; none of one that failed."""
+    """Microseconds by tiling, without failed ones."""
     few, times = work.given(images), dict[object, float]()
     expected, buffers = work.exact(*few), list[Tensors]()
     if not small:

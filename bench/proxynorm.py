@@ -13,7 +13,7 @@ SHAPES = [(128, 32, 112, 112), (128, 96, 112, 112), (128, 144, 56, 56), (128, 48
 
 
 class Unfused(ProxyNorm):
-    """The same without our kernels: torch's functions, saving only the input."""
+    """Proxy norm without our kernels: torch's functions, saving only the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         factors = torch.stack((self.weight, self.bias, self.proxy_scale, self.proxy_shift))

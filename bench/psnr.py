@@ -1,4 +1,4 @@
-"""Measure how far the native decoder is from Pillow, in dB of PSNR, by kind of photo.
+"""Measure the difference between the native decoder and Pillow, in dB of PSNR, by kind of photo.
 
     python bench/psnr.py FOLDER            FOLDER/<class>/*.jpg; needs opencv-python-headless for the odd samplings
 

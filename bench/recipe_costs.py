@@ -1,11 +1,11 @@
-"""Hours of the named ImageNet configs on 1, 8 and 64 GPUs, simulated from the measured speed of one.
+"""Estimate the hours of the named ImageNet configs on 1, 8 and 64 GPUs from the measured speed of one.
 
     python bench/recipe_costs.py --measure docs/evidence/recipe_rates.jsonl    one short run per network and micro-batch
     python bench/recipe_costs.py docs/evidence/recipe_rates.jsonl              the table, for docs/using/recipes.md
 
-A config keeps its global batch. Its micro-batches were chosen for IPUs, so here they are as large as a GPU likes, at
+A config keeps its global batch. Its micro-batches were chosen for IPUs, so here they are as large as suits a GPU, at
 most MOST images and at least LEAST, its stages run as one, and nothing is recomputed. Configs that train the same
-network in the same formats by the same optimizer share their measurements. Communication is that of
+network in the same formats with the same optimizer share their measurements. Communication is modelled as in
 simulate_scaling.py.
 """
 
@@ -35,7 +35,7 @@ ALONE = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides how long a named config takes."""
+    """The facts that determine how long a named config takes."""
 
     name: str
     network: str  # everything that decides how long one image takes, in words
@@ -46,7 +46,7 @@ class Recipe:
     batch: int
 
     def micro_batch(self, gpus: int) -> int | None:
-        """The largest power of two that fits; None: the batch is too small for so many GPUs."""
+        """The largest power of two that fits; None: the batch is too small for this many GPUs."""
         share = min(MOST[self.side], self.batch // gpus)
         return 1 << (share.bit_length() - 1) if share >= LEAST else None
 
@@ -61,7 +61,7 @@ class Recipe:
 
 
 def all_recipes() -> list[Recipe]:
-    """The configs that train on ImageNet, but for the bases of others."""
+    """The configs that train on ImageNet, except bases of others."""
     from falconet.models import zoo
 
     found, counted = [], dict[str, int]()
@@ -101,7 +101,7 @@ Key = tuple[str, int]  # a network and a micro-batch
 
 
 def needed(found: Sequence[Recipe]) -> dict[Key, Recipe]:
-    """A config for each measurement."""
+    """One config for each measurement."""
     keys: dict[Key, Recipe] = {}
     for recipe in found:
         for size in map(recipe.micro_batch, GPUS):
@@ -111,7 +111,7 @@ def needed(found: Sequence[Recipe]) -> dict[Key, Recipe]:
 
 
 def measure(keys: Mapping[Key, Recipe], output: Path, *, device: str, updates: int) -> None:
-    """Add the speed of each to the file, as it comes; what is in it already is not measured again."""
+    """Add the speed of each key to the file as it comes, except for those already in it."""
     import torch
 
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"

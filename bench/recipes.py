@@ -4,10 +4,10 @@
     python bench/recipes.py NAME --data-dir DIR --output FILE --seeds 1 --minutes 5 [-- OPTIONS OF FALCONET TRAIN]
     python bench/recipes.py --show docs/evidence/recipes.jsonl [--plot docs/img/recipes.png] [--evidence FOLDER]
 
-The same runs as those of `falconet recipe verify NAME`, without a start of Python for each. Every run is written as it
-ends, with its validations; no run is begun after --minutes. The same line again makes those that are not in the file;
-with --again, all of them. Of several runs of a seed the last counts.
---evidence writes what `falconet configs --evidence` shows, one file per recipe.
+The runs are those of `falconet recipe verify NAME`, without starting Python for each. Every run is written when it
+ends, with its validations; no run starts after --minutes. The same line again makes those that are not in the file;
+with --again, all of them. If a seed has several runs, the last counts.
+--evidence writes the files that `falconet configs --evidence` shows, one per recipe.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Row = dict[str, Any]  # of one run
 
 
 def trained(name: str, words: Sequence[str], *, data_dir: Path, seed: int) -> Row:
-    """One run, its validations, and how long it took with its start."""
+    """One run, with its validations and its time including the start."""
     with tempfile.TemporaryDirectory() as home:
         run, began = Path(home) / f"seed-{seed}", time.monotonic()
         line = ["train", "--config", name, "--data-dir", str(data_dir), "--seed", str(seed), "--run-dir", str(run)]
@@ -58,7 +58,7 @@ def trained(name: str, words: Sequence[str], *, data_dir: Path, seed: int) -> Ro
 
 
 def curve(run: Path) -> list[list[float]]:
-    """Epoch, accuracy in percent and, if there is one, that of the moving average, of each validation."""
+    """Epoch, accuracy in percent and, if any, the moving average's accuracy for each validation."""
     found, epoch = [], 0.0
     for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         epoch = row.get("epoch", epoch)  # only a log point has it
@@ -69,7 +69,7 @@ def curve(run: Path) -> list[list[float]]:
 
 
 def rows_of(path: Path) -> dict[str, list[Row]]:
-    """The runs in a file, by recipe; those with further options are apart, by its name and them."""
+    """The runs in a file by recipe; runs with further options are separate, by recipe and options."""
     last = {(_named(row), row["seed"]): row for row in rows_in(path)}
     by_name = [last[key] for key in sorted(last)]
     return {name: list(group) for name, group in groupby(by_name, key=_named)}
@@ -80,7 +80,7 @@ def _named(row: Row) -> str:
 
 
 def table(found: dict[str, list[Row]]) -> Iterator[str]:
-    """Markdown."""
+    """The results as Markdown tables."""
     yield "| recipe | accuracy, % (mean, standard deviation) | moving average, % | seconds of training | in all |"
     yield "|---|---|---|--:|--:|"
     for name, rows in found.items():
@@ -97,7 +97,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def evidence_of(name: str, rows: Sequence[Row]) -> Evidence:
-    """Of runs with the recipe's own options, on one kind of device."""
+    """The evidence from runs with the recipe's own options, on one kind of device."""
     if len(devices := {row["device"] for row in rows}) > 1:
         raise SystemExit(f"{name}: its runs are of {' and '.join(sorted(devices))}; expected one, in a file of its own")
     runs = tuple(TrainedOnce(**{key: row[key] for key in ("seed", "accuracy", "seconds", "images")}) for row in rows)
@@ -111,7 +111,7 @@ def evidence_of(name: str, rows: Sequence[Row]) -> Evidence:
 
 
 def plot(found: dict[str, list[Row]], path: Path) -> None:
-    """Every recipe's validations, those of the moving average where there is one; CIFAR beside Imagenette."""
+    """Draw every recipe's validations, or its moving average's if it has one; CIFAR beside Imagenette."""
     import matplotlib
 
     matplotlib.use("Agg")

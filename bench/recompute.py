@@ -1,10 +1,10 @@
-"""Measure what recomputing activations costs: images per second and memory with and without --enable-recompute.
+"""Measure the cost of recomputing activations: images per second and memory with and without --enable-recompute.
 
     python bench/recompute.py
     python bench/recompute.py --models resnet50:512 --rounds 3
     python bench/recompute.py --device cpu --models resnet8-cifar:8 --updates 8 --options="--image-size 32"
 
-The two take turns on synthetic data. A second forward pass is due: a third of the time, if a backward pass takes twice
+The two take turns on synthetic data. A second forward pass takes a third of the time, if a backward pass takes twice
 as long as a forward pass.
 """
 

@@ -5,8 +5,8 @@
     python3 bench/regimes.py --show docs/evidence/regimes.json --plot docs/img/regimes.png  for docs/knowing/numerics.md
 
 `full` trains at an ordinary learning rate, `low` at a fortieth of it, where updates are often smaller than half the
-distance between two numbers. All runs are made one after the other in this process. The file is written after each;
-what it has already is not measured again, unless --again forgets the parts that are asked for. Runs of another device,
+distance between two numbers. All runs follow each other in this process. The file is written after each;
+runs that it has are not measured again, unless --again forgets the requested parts. Runs of another device,
 version of torch or other options are not added to a part.
 """
 
@@ -71,14 +71,14 @@ Found = dict[str, dict[str, list[Any]]]  # by part and regime: a curve, or image
 
 
 def missing(found: Found, parts: Sequence[str], *, seeds: int) -> Iterator[tuple[str, str, int]]:
-    """Part, regime and seed of each run that has not been made; all regimes with a seed before the next one."""
+    """The part, regime and seed of each missing run; all regimes with one seed come before the next seed."""
     for part in parts:
         for seed in range(seeds if part == "full" else 1):
             yield from ((part, name, seed) for name in REGIMES if len(found[part].get(name, [])) <= seed)
 
 
 def measured(part: str, name: str, *, data_dir: str, seed: int, further: str) -> Any:
-    """One run."""
+    """Train one run and return its row."""
     if part == "speed":
         speed = train(f"{SPEED} {REGIMES[name]} {further}")
         return [round(speed.images_per_second, 1), round(speed.memory, 2)]
@@ -87,7 +87,7 @@ def measured(part: str, name: str, *, data_dir: str, seed: int, further: str) ->
 
 
 def tables(found: Found) -> Iterator[str]:
-    """Markdown."""
+    """The results as Markdown tables."""
     yield "| regime | accuracy, % (mean, standard deviation) | at a fortieth of the learning rate, % |"
     yield "|---|---|---|"
     for name in REGIMES:

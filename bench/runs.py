@@ -1,4 +1,4 @@
-"""Runs of `falconet train` one after the other in this process, and their speed; shared by comparisons in this folder.
+"""Successive runs of `falconet train` in this process, and their speed; shared by comparisons in this folder.
 
 Starting a process takes seconds, most of it to import torch; five runs in one process are five runs of the same loop.
 """
@@ -20,7 +20,7 @@ PARTS = 4  # log points of a run; the first one is warm-up
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a run after its first log point."""
+    """The speed of a run after its first log point."""
 
     images_per_second: float
     waited: float  # percent of the time, for data
@@ -28,7 +28,7 @@ class Speed:
 
 
 def falconet(words: Sequence[str], log: Path) -> None:
-    """One command of the product; what it prints goes to the log. RuntimeError if it fails."""
+    """Run one command of the product, with its output in the log. RuntimeError if it fails."""
     from falconet import cli
     from falconet.exits import INTERRUPTED
 
@@ -47,7 +47,7 @@ def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def device_of(words: Sequence[str]) -> str:
-    """The name of the device that `falconet train` computes on with these options."""
+    """The name of the device on which `falconet train` computes with these options."""
     import torch
 
     from falconet.config.commands import TrainOptions
@@ -59,14 +59,14 @@ def device_of(words: Sequence[str]) -> str:
 
 
 def rows_in(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines, but for a last one that was cut short; none if there is no such file."""
+    """The rows of a file of JSON lines, without an unfinished last one; none if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def add_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to such a file, in the place of a last one that was cut short."""
+    """Add a row to such a file, replacing an unfinished last one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         file.seek(0)
@@ -98,7 +98,7 @@ def train(options: str) -> Speed:
 
 
 def give_memory_back() -> None:
-    """To the next run, or to another process whose turn is next."""
+    """Return memory for the next run, or for another process whose turn it is."""
     import torch
 
     gc.collect()
@@ -107,7 +107,7 @@ def give_memory_back() -> None:
 
 @contextmanager
 def _printing_to(log: Path) -> Iterator[None]:
-    """Standard output and error, of libraries and threads too."""
+    """Redirect standard output and error to a file, including those of libraries and threads."""
     sys.stdout.flush()
     kept = [os.dup(1), os.dup(2)]
     with log.open("w") as file:

@@ -21,7 +21,7 @@ LINE = (
 
 
 def images_per_second(replicas: int, *, updates: int) -> float:
-    """Images per second of a whole training run, without its start-up."""
+    """The images per second of a whole training run, without its start-up."""
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home) / "run"
         words = LINE.format(updates=updates, replicas=replicas, folder=folder).split()

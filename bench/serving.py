@@ -54,7 +54,7 @@ LOADS = (("SYNC", 1), ("ASYNC", 1), ("SYNC", 8), ("ASYNC", 8))
 
 
 def serve_nothing(args: argparse.Namespace) -> None:
-    """The server with a lane that responds immediately."""
+    """Run the server with a lane that responds immediately."""
     keep_freed_memory(os.environ)  # as `falconet serve` does
 
     def lane(portions: Sequence[Pixels]) -> list[Scores]:
@@ -101,7 +101,7 @@ def triton_served(args: argparse.Namespace, line: str) -> Iterator[Target]:
 
 
 def local(lanes: Sequence[Execute], images: Pixels, seconds: float) -> float:
-    """Images per second of all lanes, each fed from memory by a thread."""
+    """The images per second of all lanes, each fed from memory by a thread."""
     counts = [0] * len(lanes)
     end = time.monotonic() + seconds
 
@@ -120,7 +120,7 @@ def local(lanes: Sequence[Execute], images: Pixels, seconds: float) -> float:
 
 
 def measured(target: Target, args: argparse.Namespace, images: Path, kind: str, clients: int) -> tuple[float, str]:
-    """Images per second, and a description of the latency."""
+    """The images per second, and a description of the latency."""
     window, tensors = WINDOW if kind == "ASYNC" else 1, Tensors.of(target)
     job = Job(
         host=target.host,

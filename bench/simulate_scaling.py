@@ -33,7 +33,7 @@ class Link:
     gpus: int
 
     def all_reduce(self, size: float) -> float:
-        """Seconds; reduce-scatter in the node, all-reduce of each GPU's share across nodes, all-gather in the node."""
+        """Seconds of a reduce-scatter in the node, an all-reduce of shares across nodes, an all-gather in the node."""
         return 2 * self.one_way(size)
 
     def one_way(self, size: float) -> float:
@@ -46,9 +46,9 @@ class Link:
 
 
 def exposed(size: float, *, backward: float, message: Callable[[float], float]) -> float:
-    """Seconds of communication after the backward's end: buckets are ready evenly over it and sent one by one.
+    """Seconds of communication after the backward pass; buckets become ready evenly over it and are sent one by one.
 
-    A backward of no length hides nothing.
+    A backward pass of length 0 hides nothing.
     """
     count = math.ceil(size / BUCKET)
     free = 0.0
@@ -67,7 +67,7 @@ def gradients(regime: str) -> float:
 
 
 def replicas(gpus: int, regime: str, *, accumulation: int = 1, sharded: bool = False, overlap: float = 1.0) -> float:
-    """Efficiency: images per second on `gpus` GPUs, relative to `gpus` times those of one."""
+    """The efficiency: images per second on `gpus` GPUs, relative to `gpus` times those of one."""
     one, link, size = micro_batch_seconds(regime), Link(gpus), gradients(regime)
     if gpus == 1:
         return 1.0
@@ -79,7 +79,7 @@ def replicas(gpus: int, regime: str, *, accumulation: int = 1, sharded: bool = F
 
 
 def pipelined(gpus: int, regime: str, *, recomputed: float = RECOMPUTED) -> float:
-    """The same for pipelines of STAGES GPUs in one node, MICRO_BATCHES per update, replicated over all GPUs."""
+    """The efficiency of pipelines of STAGES GPUs in one node, MICRO_BATCHES per update, replicated over all GPUs."""
     one = micro_batch_seconds(regime)
     sent = BATCH * BOUNDARY * ACTIVATION_BYTES[regime] / NVLINK + NVLINK_LATENCY
     turn = one * (1 + recomputed) / STAGES + 2 * sent  # one stage's share of a micro-batch: forward, backward, sends
@@ -115,15 +115,15 @@ def assumptions() -> list[str]:
         f"one GPU: {', '.join(f'{name} {rate:,.0f} images/s' for name, rate in IMAGES_PER_SECOND.items())} (measured)",
         f"ResNet-50, {PARAMETERS:,} parameters, micro-batch {BATCH}; gradients of"
         f" {gradients('16.16') / 1e6:.0f} MB in 16.16 and {gradients('16.32') / 1e6:.0f} MB in 16.32",
-        f"rings of {NODE} GPUs at {NVLINK / 1e9:.0f} GB/s and {NVLINK_LATENCY * 1e6:.0f} us a message, rings across"
-        f" nodes at {INFINIBAND / 1e9:.0f} GB/s a GPU and {INFINIBAND_LATENCY * 1e6:.0f} us; full bandwidth always",
-        f"the backward is {BACKWARD:.2f} of the time; buckets of {BUCKET / 1e6:.0f} MB are ready evenly over it, and"
-        " are sent one after the other while it goes on",
-        "sharded state: reduce-scatter during the backward, all-gather of the weights after the update, not hidden",
+        f"rings of {NODE} GPUs at {NVLINK / 1e9:.0f} GB/s and {NVLINK_LATENCY * 1e6:.0f} us per message, rings across"
+        f" nodes at {INFINIBAND / 1e9:.0f} GB/s per GPU and {INFINIBAND_LATENCY * 1e6:.0f} us; always full bandwidth",
+        f"the backward pass takes {BACKWARD:.2f} of the time; buckets of {BUCKET / 1e6:.0f} MB become ready evenly over"
+        " it, and are sent one after the other meanwhile",
+        "sharded state: reduce-scatter during the backward pass, all-gather of weights after the update, not hidden",
         f"pipeline: equal stages in one node, bubble (S-1)/(M+S-1) = {STAGES - 1}/{MICRO_BATCHES + STAGES - 1}, the"
         f" forward again ({RECOMPUTED:.2f} of the time), {BOUNDARY:,} values per image sent both ways, not hidden",
-        "not in it: stragglers, input, validation, checkpoints, whether so large a global batch still learns, and that"
-        " the updates of stages are not captured and their norms not fused",
+        "not included: stragglers, input, validation, checkpoints, whether such a large global batch still learns;"
+        " updates of pipeline stages are not captured and their norms not fused, so they are slower than this",
     ]
 
 

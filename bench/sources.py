@@ -30,7 +30,7 @@ AUGMENT: Augment = "crop-flip"
 
 
 def memory() -> int:
-    """Resident bytes of this process."""
+    """The resident bytes of this process."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) * 1024
 
@@ -67,7 +67,7 @@ def reader_of(root: Path) -> tuple[Reader, int]:
 
 
 def read_all(reader: Reader, order: np.ndarray) -> tuple[float, float, str]:
-    """Images per second of this thread's processor time and of the clock, and the digest of the pixels."""
+    """The images per second of this thread's processor time and of the clock, and a digest of the pixels."""
     out = np.zeros((reader.rows, 224, 224, 3), np.uint8)
     digest, own, clock = hashlib.sha256(), 0.0, 0.0
     begins = range(0, len(order) - reader.rows + 1, reader.rows)

@@ -3,12 +3,12 @@
 python3 bench/speedrun.py --data-dir DIR [--config cifar10-speedrun] [--seeds 25] [--output FILE.jsonl]
     [--peer SCRIPT] [--peer-runs 25] [--minutes 8] [-- OPTIONS OF FALCONET TRAIN]
 
-A first run, which is not counted, compiles kernels and lets cuDNN choose its own. Of each further run, the seconds are
-those that it writes itself: `counted` in summary.json, training and validation without start-up and the capture of
-graphs. Whitening filters are made before that clock starts, so the time to make them is measured apart and added.
+A first run, which is not counted, compiles kernels and lets cuDNN choose its own. The seconds of further runs are
+those that they write themselves: `counted` in summary.json, training and validation without start-up and capturing
+graphs. Whitening filters are made before that clock starts, so their time is measured separately and added.
 
---peer: the script of a record, such as airbench94_muon.py, run as it is beside ours; it prints accuracy and seconds of
-each of its runs, the first of which is its own warm-up, and is ended after enough of them.
+--peer: the script of a record, such as airbench94_muon.py, run unchanged beside ours; it prints accuracy and seconds of
+each run, of which the first is its own warm-up, and is ended after enough runs.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
 
 
 def our_runs(words: list[str], *, seeds: int, whitening: float) -> Iterator[Measured]:
-    """The warm-up, then a run per seed."""
+    """The warm-up run, then one run per seed."""
     for number in range(-1, seeds):
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
@@ -58,7 +58,7 @@ def our_runs(words: list[str], *, seeds: int, whitening: float) -> Iterator[Meas
 
 
 def whitening_seconds(data_dir: Path) -> float:
-    """Seconds to make whitening filters from images on the device, where the records have them, the median of five."""
+    """The seconds to make whitening filters from images on the device, as in the records; the median of five."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = zoo.build("speednet8-cifar", classes=10, seed=0).to(device)
     assert isinstance(model, SpeedNet)
@@ -76,7 +76,7 @@ def whitening_seconds(data_dir: Path) -> float:
 
 
 def peer_runs(script: Path, data_dir: Path, *, runs: int) -> Iterator[Measured]:
-    """The runs of a record's script, its warm-up first, in a folder with the data as it expects them."""
+    """The runs of a record's script, first its warm-up, in a folder with the data that it expects."""
     with tempfile.TemporaryDirectory() as folder:
         _lay_out(data_dir, Path(folder) / "cifar10")
         command = [sys.executable, "-u", str(script.resolve())]
@@ -96,7 +96,7 @@ def peer_runs(script: Path, data_dir: Path, *, runs: int) -> Iterator[Measured]:
 
 
 def peer_results(lines: Iterator[str]) -> Iterator[tuple[float, float]]:
-    """Accuracy, 0 to 1, and seconds of each run, from a table with a row `eval` after each."""
+    """The accuracy, 0 to 1, and the seconds of each run, from a table with a row `eval` after each."""
     columns: list[str] = []
     for line in lines:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -110,7 +110,7 @@ def peer_results(lines: Iterator[str]) -> Iterator[tuple[float, float]]:
 
 
 def _lay_out(data_dir: Path, target: Path) -> None:
-    """CIFAR-10 as the records' scripts store it after their download."""
+    """Write CIFAR-10 in the form that the records' scripts store after downloading it."""
     target.mkdir()
     splits = cifar.load(data_dir, kind="cifar10")
     for name, source in (("train", splits.train), ("test", splits.validation)):
@@ -119,7 +119,7 @@ def _lay_out(data_dir: Path, target: Path) -> None:
 
 
 def collect(runs: Iterator[Measured], *, until: float, output: Path | None) -> list[Measured]:
-    """Every run but the warm-up, printed and written as it comes; ends early if the next one would take too long."""
+    """Print, write and return every run except the warm-up; end early if the next one would take too long."""
     found: list[Measured] = []
     begun = time.monotonic()
     with contextlib.closing(runs):

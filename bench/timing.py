@@ -10,7 +10,7 @@ CALLS = 8  # that are captured together, at least
 
 
 def milliseconds(call: Callable[[], None], *, repeats: int) -> list[float]:
-    """Milliseconds of each call; the host issues them without waiting."""
+    """The milliseconds of each call; the host issues calls without waiting."""
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
     for start, end in zip(starts, ends, strict=True):
         start.record()
@@ -21,14 +21,14 @@ def milliseconds(call: Callable[[], None], *, repeats: int) -> list[float]:
 
 
 def median_milliseconds(call: Callable[[], None], *, repeats: int = 40) -> float:
-    """Milliseconds of a call, the median of many after a short warm-up."""
+    """The milliseconds of a call, the median of many after a short warm-up."""
     for _ in range(5):
         call()
     return statistics.median(milliseconds(call, repeats=repeats))
 
 
 def captured(call: Callable[[], None]) -> Callable[[], None]:
-    """The same without the host's time."""
+    """The call as a captured graph, without the host's time."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -41,7 +41,7 @@ def captured(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def microseconds(call: Callable[..., object], buffers: Sequence[tuple[Tensor, ...]]) -> float:
-    """Microseconds of one captured call; calls take turns in the buffers."""
+    """The microseconds of one captured call; calls take turns in the buffers."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call(*buffers[0])

@@ -20,20 +20,21 @@ from falconet.checkpoint.format import Which
 from falconet.commands import train as train_command
 from falconet.config.commands import Command, PredictOptions, TrainOptions
 from falconet.config.fields import options_of
-from falconet.config.load import Loaded, read_line
+from falconet.config.load import LoadedTraining, read_line
 from falconet.config.options import MODELS
-from falconet.config.recipes import PHOTOS
+from falconet.config.recipes import PHOTOS_CONFIG
 from falconet.config.settings import LINE, Setting
 from falconet.data.dataset import Dataset
 from falconet.errors import CheckpointError, ConfigError, DataError, Interrupted, WorldError
+from falconet.evaluation import saved_model
+from falconet.evaluation.evaluate import Evaluation, evaluator, never
 from falconet.exits import DONE, INTERRUPTED
 from falconet.infer.classifier import Classifier, open_classifier
 from falconet.infer.model import Model
 from falconet.parallel.host import return_freed_memory
 from falconet.parallel.world import World
 from falconet.report.run_files import METRICS
-from falconet.train import run_folder, saved_model
-from falconet.train.evaluate import Evaluation, evaluator, never
+from falconet.train import run_folder
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]  # optional
@@ -181,10 +182,10 @@ def _line(command: type[Command], words: tuple[object, ...], options: Mapping[st
             argv += [f"--{name}", *map(str, value)]
         else:
             argv.append(f"--{name}={value}")
-    return read_line(command, argv, photos=PHOTOS)
+    return read_line(command, argv, photos=PHOTOS_CONFIG)
 
 
-def _placed(line: list[Setting]) -> Loaded[TrainOptions]:
+def _placed(line: list[Setting]) -> LoadedTraining:
     """The options of a training with its run folder, which is created now if its name is invented."""
     loaded = inputs.load(TrainOptions, line)
     if loaded.options.run.run_dir != "auto":

@@ -1,5 +1,6 @@
 """The command line: finds the command, loads its options once, runs it; a mistake is one line and exit code 2."""
 
+import errno
 import io
 import os
 import sys
@@ -17,7 +18,6 @@ from falconet.config.commands import (
 )
 from falconet.config.help import EVERYTHING, help_lines, overview
 from falconet.config.load import read_line
-from falconet.config.recipes import PHOTOS
 from falconet.errors import (
     NO_ROOM,
     SHORTAGES,
@@ -101,7 +101,7 @@ def _run(name: str, rest: list[str], conventions: Conventions) -> int:
     if command in ONE_PROCESS and not is_first(os.environ):
         return DONE
     with exits.at_once():
-        photos = PHOTOS if conventions.is_ours else None  # the originals trained photos from scratch
+        photos = conventions.photos_config
         loaded = inputs.load(command, read_line(command, rest, photos=photos))
     from falconet.report.console import NOTICE, Noticed  # imports rich, which help and mistakes do not need
 
@@ -140,7 +140,7 @@ def unwritten(error: OSError, program: str) -> int:
     where = f" ({error.filename})" if error.filename else ""
     if found := NO_ROOM.get(error.errno or 0):
         message = f"{found.why}{where}; {found.helps}; everything saved before is intact"
-    elif isinstance(error, PermissionError) and error.filename:
+    elif (isinstance(error, PermissionError) or error.errno == errno.ENAMETOOLONG) and error.filename:
         message = f"{error.filename}: {error.strerror}; expected a file or folder that you may read and write"
     else:
         raise error

@@ -1,6 +1,7 @@
 """What a command reads must exist: checked on the loaded options, before torch is imported."""
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 from falconet.bench import triton_server
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import require_folder as require_checkpoints
-from falconet.config import commands, rules
-from falconet.config.fields import options_of, require_folder, require_photos
-from falconet.config.load import Loaded, Options, load_options, parse
+from falconet.config import commands, facts, rules
+from falconet.config.fields import PHOTO_SUFFIXES, options_of, require_folder, require_photos
+from falconet.config.load import Loaded, OptionsT, load_options, parse
 from falconet.config.settings import LINE, Setting
 from falconet.config.spaces import spaces_in
 from falconet.errors import ConfigError, DataError, named_option
@@ -24,10 +25,9 @@ EXPORT_PACKAGES = {
 TRACKERS = ("tensorboard", "wandb", "mlflow", "aim")  # an option, a package and an extra each
 SET_BY_SEARCH = ("run-dir", "resume", "temporary", "name-suffix", "plan")
 FROM_CHECKPOINT = (commands.RestoreOptions, commands.ValidateOptions, commands.AverageOptions)
-PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
-def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
+def load(command: type[OptionsT], line: Sequence[Setting]) -> Loaded[OptionsT]:
     """The checked options of a line, with the checkpoint that `restore` continues from.
 
     Of `validate` and `average`, which open several checkpoints, only types and ranges are checked: the commands load
@@ -52,7 +52,7 @@ def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
         )
     if not path.is_file():
         require_checkpoints(path)
-    problem = rules.unknown_model(options) if "model" in stated.sources else None
+    problem = rules.unknown_model(options.model) if "model" in stated.sources else None
     if problem:
         raise ConfigError(problem)
     _check_validated(options)
@@ -64,7 +64,7 @@ def load(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
     return replace(stated.over(format.read_manifest(folder).config), checkpoint=folder)
 
 
-def _load_search(command: type[Options], line: Sequence[Setting]) -> Loaded[Options]:
+def _load_search(command: type[OptionsT], line: Sequence[Setting]) -> Loaded[OptionsT]:
     """The options of a search, with the first value of each space; every end of a space has been checked."""
     require_package("optuna", extra="search")
     given = next((setting for setting in line if setting.bare in SET_BY_SEARCH), None)
@@ -135,7 +135,7 @@ def check(options: Any) -> None:
         path = options.input.checkpoint_input_path
         if path is not None and not path.is_file():
             require_checkpoints(path)
-    if hasattr(options, "data") and options.data.data in rules.PHOTOS and not rules.only_planned(options):
+    if hasattr(options, "data") and options.data.data in facts.PHOTO_KINDS and not facts.only_planned(options):
         _require_data(options.data.data_dir)
     if isinstance(options, commands.TrainOptions):
         _check_logged(options)
@@ -168,7 +168,7 @@ def _check_checked(options: commands.DataCheckOptions) -> None:
     places = {name: place for name, place in written.items() if isinstance(place, Path)}
     for name, place in places.items():
         option = f"--{name.replace('_', '-')}"
-        if place.suffix.lower() in PHOTOS or place.is_dir():
+        if place.suffix.lower() in PHOTO_SUFFIXES or place.is_dir():
             what = "is a folder" if place.is_dir() else "would replace a photo"
             raise ConfigError(f"{option}: {place} {what}; expected the name of another file")
         same = next((other for other, path in places.items() if path == place and other != name), None)
@@ -185,7 +185,7 @@ def _check_predicted(options: commands.PredictOptions) -> None:
     if path is not None and weights != "none":
         raise ConfigError(f"--pretrained: contradicts {path}, which also gives the weights; expected one of them")
     for option, given in (("", path), ("--pretrained: ", weights)):
-        if isinstance(given, Path) and given.suffix.lower() in PHOTOS:
+        if isinstance(given, Path) and given.suffix.lower() in PHOTO_SUFFIXES:
             raise ConfigError(
                 f"{option}{given} is a photo; expected a run, a checkpoint or a weights file before it, or --model NAME"
                 " --pretrained published"
@@ -193,14 +193,15 @@ def _check_predicted(options: commands.PredictOptions) -> None:
     if path is not None and not path.is_file():
         require_checkpoints(path)
     for option, place in (("output", options.predict.output), ("embeddings", options.predict.embeddings)):
-        if place is not None and (place.suffix.lower() in PHOTOS or _is_one_of(place, options.predict.photos)):
+        if place is not None and (place.suffix.lower() in PHOTO_SUFFIXES or _is_one_of(place, options.predict.photos)):
             raise ConfigError(f"--{option}: {place} would replace a photo; expected the name of another file")
     if not options.predict.photos:
         raise ConfigError("expected photos after the run: files, folders, or - for stdin")
 
 
 def _is_one_of(place: Path, words: Sequence[str]) -> bool:
-    return any(Path(word).exists() and place.exists() and place.samefile(word) for word in words)
+    # Path's raises where it may not look.
+    return any(os.path.exists(place) and os.path.exists(word) and place.samefile(word) for word in words)  # noqa: PTH110
 
 
 def _require_data(folder: Path) -> None:

@@ -39,9 +39,14 @@ def could_name_a_file(text: str) -> bool:
     return "\0" not in text
 
 
+def coded(text: str) -> bytes:
+    """The text as a file holds it: bytes of names that are not UTF-8 are escaped, as on the screen."""
+    return text.encode("utf-8", "backslashreplace")
+
+
 def replace(folder: Path, name: str, content: str | bytes) -> None:
     """Write a whole file under an unpredictable name, then rename it. `name` may be `subfolder/file`."""
-    data = content.encode() if isinstance(content, str) else content
+    data = coded(content) if isinstance(content, str) else content
     with _below(folder, name) as (parent, last):
         _refuse_link(folder / name, last, parent)
         aside = f".{last}.{secrets.token_hex(8)}"
@@ -103,7 +108,7 @@ class GrowingFile:
         self._drop_half_a_line()  # which a killed process may have left
 
     def add(self, line: str) -> None:
-        self._left = put(self._file, self._left + line.encode() + b"\n")
+        self._left = put(self._file, self._left + coded(line) + b"\n")
 
     def close(self) -> None:
         """Raise the error of a disk that is still full, unless another error ends the run, which matters more."""
@@ -145,6 +150,15 @@ def require_writable(path: Path, option: str) -> None:
         raise ConfigError(f"{option}: cannot write to {path}: {error.strerror or error}") from error
     if path.is_dir():
         raise ConfigError(f"{option}: {path} is a folder, expected a file")
+
+
+def require_replaceable(path: Path, option: str) -> None:
+    """The same for a file that `replace` is to write, which goes through no link."""
+    require_writable(path, option)
+    try:
+        refuse_links(path.parent, [path.name])
+    except LinkError:
+        raise LinkError(path, option) from None
 
 
 @contextlib.contextmanager

@@ -15,15 +15,16 @@ from falconet.config.load import load_options
 from falconet.config.settings import from_line
 from falconet.data.buffers import Batch
 from falconet.errors import Interrupted
+from falconet.evaluation.evaluate import never
 from falconet.numerics.loss_scale import NonFinite
 from falconet.parallel.grid import divide
-from falconet.parallel.pipeline import Pipeline, Place
+from falconet.parallel.pipeline import Pipeline, StagePlace
 from falconet.parallel.world import World
-from falconet.train import build, plan_text, processes
-from falconet.train.evaluate import never
+from falconet.train import build, plan_text, preparation
 from falconet.train.metrics import Meter
-from falconet.train.phase import begin, identity_of
+from falconet.train.phase import begin
 from falconet.train.pipeline_step import non_finite_of_stages
+from falconet.train.save import identity_of
 
 VARIABLES = ("RANK", "WORLD_SIZE")
 
@@ -39,7 +40,7 @@ def run_of(world, line, checkpoint=None):
     loaded = load_options(kind, settings, *([restored.manifest.config] if restored else []))
     real = build.open_world
     try:
-        launch = processes.prepare(loaded, restored)
+        launch = preparation.prepare(loaded, restored)
         build.open_world = lambda *_, **__: world
         return build.BuiltPhase(launch, build.open_site(launch))
     finally:
@@ -157,7 +158,7 @@ def flights(world, kind, micro_batches):
 
     layer.weight.register_post_accumulate_grad_hook(ended)
     edge = [torch.empty(2, 4, device="meta")]
-    place = Place(world=world, entering=[] if world.is_first else edge, leaving=edge)
+    place = StagePlace(world=world, entering=[] if world.is_first else edge, leaving=edge)
     pipeline = Pipeline(run, place, kind=kind, micro_batches=micro_batches, loss=lambda logits, _: logits.sum())
     images = torch.linspace(-1, 1, 8 * micro_batches).view(-1, 4)
     for _ in range(2):  # a second update finds nothing left of the first

@@ -32,6 +32,8 @@ from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.data.storage import ArraySource
 from falconet.doctor import selftest
 from falconet.errors import DataError
+from falconet.evaluation.evaluate import evaluate
+from falconet.evaluation.loss import Loss
 from falconet.models import zoo
 from falconet.numerics.loss_scale import AutomaticScale, FixedScale, Offender
 from falconet.numerics.precision import REGIMES
@@ -45,8 +47,6 @@ from falconet.parallel.grid import divide
 from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
 from falconet.train.build import attach_pieces, build_replicas, checkpoint_writer
-from falconet.train.evaluate import evaluate
-from falconet.train.loss import Loss
 from falconet.train.placement import sharded_step
 from falconet.train.step import Elsewhere, LocalStep, Moving, PlainMove, ScaledMove
 

@@ -217,7 +217,7 @@ class Running:
 
 @contextlib.contextmanager
 def nothing_logged():
-    """Inside the context, the server's log must stay empty."""
+    """Require the server's log to stay empty within the context."""
     logged = []
     handler = logging.Handler()
     handler.emit = logged.append

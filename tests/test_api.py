@@ -204,6 +204,22 @@ def test_a_folder_in_a_list_stands_for_its_photos(photos):
     assert model.embeddings([photos / "val/light"]).shape == (4, 64)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_what_may_not_be_looked_at_is_refused_in_one_line(photos, monkeypatch, several):
+    plain = os.stat
+
+    def looked(path, *args, **named):
+        if str(path).endswith("closed.png"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", looked)
+    model = fn.load("r", device="cpu")
+    for name, why in (("closed.png", "Permission denied"), ("x" * 300, "File name too long")):
+        with pytest.raises(fn.UserError, match=f"^{name}: {why}$"):
+            model.predict([name] if several else name)
+
+
 @pytest.mark.parametrize(
     ("picture", "message"),
     [

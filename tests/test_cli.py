@@ -92,7 +92,7 @@ def test_help_shows_common_options_and_headings_and_help_all_shows_everything(fa
 
 def test_help_shows_types_and_defaults(falconet):
     shown = " ".join(falconet("train --help-all").out.split())
-    assert "--lr-decay X ... Factor of a drop" in shown
+    assert "--lr-decay X ... Factor of each drop" in shown
     assert "--config TEXT A named config" in shown
     assert (
         "--momentum X Momentum of sgd, rmsprop and lars, and of what muon does not orthogonalise (default: 0.9)."
@@ -205,6 +205,13 @@ def test_train_imports_no_library_that_it_does_not_need():
         "print(sorted({'timm', 'torchvision', 'torch._dynamo', 'torch.distributed.pipelining'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("command", ["train", "validate", "report", "data check", "serve", "export"])
+def test_a_name_that_is_too_long_is_named_in_one_line(falconet, command):
+    answer = falconet(f"{command} {'x' * 300}")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "xxx: File name too long" in answer.err
 
 
 @pytest.mark.parametrize(

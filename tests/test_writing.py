@@ -77,6 +77,17 @@ def test_a_file_that_could_not_be_written_is_refused_and_its_folder_is_created(t
             writing.require_writable(tmp_path / path, "--output")
 
 
+def test_names_that_are_not_utf_8_are_escaped_in_a_text(places):
+    folder, _ = places
+    text = "bär " + os.fsdecode(b"caf\xe9")
+    writing.replace(folder, "whole", text)
+    lines = writing.GrowingFile(folder / "lines")
+    lines.add(text)
+    lines.close()
+    assert (folder / "whole").read_text(encoding="utf-8") == r"bär caf\udce9"
+    assert (folder / "lines").read_text(encoding="utf-8") == "bär caf\\udce9\n"
+
+
 def test_link_made_after_the_check_is_not_followed(places, monkeypatch):
     folder, precious = places
     (folder / "file").symlink_to("../precious")

@@ -1,7 +1,7 @@
-"""The peers' training loops on one batch that stays on the device, in our words and with their libraries.
+"""The peers' training loops on one batch that stays on the device, rewritten here with their libraries.
 
-Both have what their scripts do in every update with `--amp`: autocast, a gradient scaler for fp16, the optimizer and
-loss of their defaults, cuDNN's trials, and the numbers that they read from the device for their meters. Left out:
+Both do what their scripts do in every update with `--amp`: autocast, a gradient scaler for fp16, the optimizer and
+loss of their defaults, cuDNN's trials, and reading numbers from the device for their meters. Left out:
 loading and normalising data, printing, validation, checkpoints. Channels-last memory and compilation are timm's
 `--channels-last` and `--torchcompile`; torchvision's script has neither, and gets both here as its user would add them.
 """
@@ -18,7 +18,7 @@ Update = Callable[[Tensor, Tensor], None]  # images, labels
 
 
 def timm_loop(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Update:
-    """As timm 1.0's train.py: Nesterov's SGD without decay of vectors, label smoothing 0.1; reads the loss."""
+    """The loop of timm 1.0's train.py: Nesterov's SGD without decay of vectors, label smoothing 0.1; reads the loss."""
     optimizer = create_optimizer_v2(model, opt="sgd", lr=0.01, weight_decay=2e-5, momentum=0.9)
     scaler = NativeScaler(device=device.type) if dtype == torch.float16 else None
     criterion = LabelSmoothingCrossEntropy(smoothing=0.1)
@@ -39,7 +39,7 @@ def timm_loop(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Upd
 
 
 def torchvision_loop(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Update:
-    """As torchvision's references/classification: SGD, decay of everything; reads the loss and two accuracies."""
+    """The loop of torchvision's references/classification: SGD, decay of all; reads the loss and two accuracies."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     criterion = nn.CrossEntropyLoss()

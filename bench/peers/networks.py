@@ -26,7 +26,7 @@ class Network:
 
 
 def _resnext101() -> nn.Module:
-    """Torchvision has no function for this one, but its class and its layers."""
+    """A ResNeXt-101 from torchvision's class and layers, which has no function for it."""
     return ResNet(Bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4)
 
 

@@ -28,7 +28,7 @@ RATE = 0.0125
 
 
 def make_photos(folder: Path) -> Path:
-    """640 photos to train and 64 to validate of 10 classes, 500 x 375: colours, and noise as in a real photo."""
+    """Make 640 training and 64 validation photos of 10 classes, 500 x 375: colours, and noise as in a real photo."""
     random = np.random.default_rng(0)
     for split, count in (("train", 640), ("val", 64)):
         for number in range(count):

@@ -36,7 +36,7 @@ Run = dict[str, str | float]  # a line of --output
 
 
 class Clock:
-    """What is left of the script's time."""
+    """A clock for the script's time."""
 
     def __init__(self, minutes: float) -> None:
         self._begin, self._end = time.monotonic(), time.monotonic() + 60 * minutes
@@ -56,7 +56,7 @@ class Clock:
 
 
 def prepared(workers: dict[tuple[str, str], Worker], *, clock: Clock, minutes: float) -> set[Worker]:
-    """Let all workers compile at the same time; returns those that were ready in time."""
+    """Let all workers compile at the same time; return those that were ready in time."""
     every, ready = list(dict.fromkeys(workers.values())), set()
     for worker in every:
         worker.start_preparing()
@@ -75,7 +75,7 @@ def prepared(workers: dict[tuple[str, str], Worker], *, clock: Clock, minutes: f
 def measured(
     jobs: Sequence[Job], methods: Sequence[str], *, rounds: int, clock: Clock, prepare: float
 ) -> Iterator[tuple[Job, str, float]]:
-    """Images per second of each run, in turns."""
+    """The images per second of each run; jobs and methods take turns."""
     with tempfile.TemporaryDirectory() as folder:
         workers = {}
         for number, job in enumerate(jobs):
@@ -107,7 +107,7 @@ def measured(
 
 
 def table(runs: Iterable[Run]) -> Iterator[str]:
-    """Markdown: the median and the range of each method's runs."""
+    """A Markdown table of the median and the range of each method's runs."""
     found: dict[str, dict[str, list[float]]] = {}
     goals: dict[str, str] = {}
     for run in runs:
@@ -140,7 +140,7 @@ def _ratio(own: str, rates: dict[str, list[float]]) -> str:
 
 
 def _goal(job: Job) -> str:
-    """The network's goal is for its own batch and size on an H200."""
+    """The goal of a network, for its own batch and size on an H200."""
     own = (job.network.batch, job.network.image_size)
     return f"{job.network.goal:,}" if job.device == "cuda" and (job.batch, job.image_size) == own else ""
 

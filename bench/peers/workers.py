@@ -1,7 +1,7 @@
-"""Processes that measure one network, one run at a time: Falconet's in one, its peers' in another.
+"""Processes that measure one network, one run at a time: one for Falconet, one for its peers.
 
-They wait without touching the device, so that only the one that was asked for a run uses it. A process of the peers
-keeps what torch.compile made, and what cuDNN's trials found.
+They wait without touching the device, so that only the process that was asked for a run uses it. The peers' process
+keeps the results of torch.compile and of cuDNN's trials.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ Prepare, Measure = Callable[[], None], Callable[[str], float]  # a method -> ima
 
 @dataclass(frozen=True)
 class Job:
-    """How a network is measured."""
+    """The measurement of a network."""
 
     name: str
     batch: int
@@ -57,7 +57,7 @@ class Job:
 
 
 class Falconet:
-    """Runs of `falconet train --data synthetic` one after the other."""
+    """Successive runs of `falconet train --data synthetic`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -68,7 +68,7 @@ class Falconet:
             self._train(method, updates=2 * PARTS)
 
     def measure(self, method: str) -> float:
-        """Images per second after the first log point."""
+        """The images per second after the first log point."""
         return self._train(method, updates=self._job.updates)
 
     def _train(self, method: str, *, updates: int) -> float:
@@ -80,7 +80,7 @@ class Falconet:
 
 
 class Peers:
-    """The loops of timm's and torchvision's scripts with their networks, as they are and compiled."""
+    """The loops of timm's and torchvision's scripts with their networks, plain and compiled."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._device = job, torch.device(job.device)
@@ -88,7 +88,7 @@ class Peers:
         torch.backends.cuda.matmul.allow_tf32 = True  # timm's script; with autocast nothing here is multiplied in fp32
 
     def prepare(self, methods: Sequence[str]) -> None:
-        """Compile. cuDNN's trials would be disturbed by the other processes: they are made in the first run."""
+        """Compile only; cuDNN's trials, which other processes would disturb, are made in the first run."""
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True  # cuDNN keeps both apart
         for method in methods:
             if method.endswith("-compiled"):
@@ -102,7 +102,7 @@ class Peers:
         return self._job.batch * self._job.updates / seconds
 
     def _run(self, method: str, updates: int, *, warmup: int = 0) -> float:
-        """Seconds of so many updates."""
+        """The seconds that some updates take."""
         job = self._job
         update = self._update(method)
         shape = (job.batch, 3, job.image_size, job.image_size)
@@ -149,12 +149,12 @@ class Worker:
         self._pipe.send((PREPARE, self._methods))
 
     def measure(self, method: str) -> float:
-        """Images per second of one run."""
+        """The images per second of one run."""
         self._pipe.send((method, None))
         return self.answer()
 
     def answer(self, *, timeout: float | None = None) -> float:
-        """What the last order gave; for preparing, its seconds."""
+        """The result of the last order; for preparing, its seconds."""
         if not self._pipe.poll(timeout):
             raise TimeoutError(f"{self.title}: not ready in time")
         try:
@@ -196,7 +196,7 @@ def _orders(pipe: Connection) -> Iterator[tuple[str, list[str]]]:
 
 
 def _patiently(prepare: Prepare, device: str) -> None:
-    """Try again if memory was short: the processes prepare at the same time."""
+    """Prepare, and try again if memory ran out, because the processes prepare at the same time."""
     for attempt in range(ATTEMPTS):
         try:
             return prepare()

@@ -1,6 +1,6 @@
 """One client process of a load test: `python -m falconet.bench.client` reads a job and prints its times.
 
-It imports only the standard library, numpy and our errors, and grpcio for gRPC, so that eight clients start in a second
+It imports only the standard library, numpy, our errors and, for gRPC, grpcio, so that eight clients start in a second
 and none takes a core from the server to import torch. The first line of stdin is the job as JSON. The client connects,
 prints "ready", and sends its requests after another line of input; the result is one line of JSON. Times are
 CLOCK_MONOTONIC, which all processes of a machine share.
@@ -32,7 +32,7 @@ FORMATS = {"FP16": np.float16, "FP32": np.float32}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a client is to send."""
+    """The requests that a client sends."""
 
     protocol: Literal["http", "grpc"] = "http"
     host: str
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a client measured."""
+    """The measurements of a client."""
 
     times: list[tuple[float, float]] = field(default_factory=list)  # seconds: sent, answered
     wrong: int = 0  # answers that differ from the expected ones by more than the tolerance
@@ -63,20 +63,20 @@ class Connection(Protocol):
     """A connection for one request at a time."""
 
     def connect(self) -> None:
-        """OSError if no server answers."""
+        """Connect; OSError if no server answers."""
 
     def ask(self, which: int) -> "Answer":
         """Send one of the batches; OSError if the server reports an error."""
 
     def close(self) -> None:
-        """The end of it."""
+        """Close the connection."""
 
 
 class Answer(Protocol):
-    """What a server answered, not yet parsed: that is not part of the time."""
+    """A server's answer before it is parsed, because parsing is not part of the time."""
 
     def scores(self) -> npt.NDArray[Any]:
-        """N x classes."""
+        """The scores, N x classes."""
 
 
 class Client:
@@ -158,7 +158,7 @@ class HttpConnection:
 
 
 class HttpAnswer(NamedTuple):
-    """JSON, which the bytes of a tensor may follow."""
+    """An answer in JSON, perhaps followed by the bytes of a tensor."""
 
     body: bytes
     header: str | None  # the length of the JSON
@@ -192,7 +192,7 @@ class GrpcConnection:
 
 
 class GrpcAnswer(NamedTuple):
-    """A message with one tensor."""
+    """An answer as a message with one tensor."""
 
     message: bytes
 

@@ -38,7 +38,7 @@ class Command:
     folder: Path
 
     def shown(self) -> str:
-        """As it would be typed."""
+        """The command as a user would type it."""
         own = ["falconet", *self.argv[3:]] if self.argv[1:3] == ("-m", "falconet") else self.argv
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(own)])
@@ -115,7 +115,7 @@ def _program(words: list[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a process ended and what it printed."""
+    """The exit code and the output of a process."""
 
     code: int
     seconds: float
@@ -252,7 +252,7 @@ class _Child:
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Treat SIGTERM and a lost terminal as Ctrl-C: what was done is kept, and what was started is ended."""
+    """Treat SIGTERM and a lost terminal like Ctrl-C: results are kept, and started processes are ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

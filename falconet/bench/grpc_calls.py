@@ -1,7 +1,7 @@
 """The calls of Triton's gRPC service that a load test makes; grpcio carries their messages as plain bytes.
 
-A client sends the same few messages all the time. They are encoded once, by the few lines here, so that its core is
-spent on the connection and not on copying pixels between objects. The numbers of the fields are those of
+A client sends the same few messages all the time. They are encoded once, by the few lines here, so that its core
+works for the connection rather than copying pixels between objects. The numbers of the fields are those of
 `inference.GRPCInferenceService`.
 """
 
@@ -32,7 +32,7 @@ class Model:
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
 
     def connect(self) -> None:
-        """OSError if no server answers."""
+        """Connect; OSError if no server answers."""
         # A channel would try again and again, and not say why.
         socket.create_connection((self._host, self._port), timeout=CONNECT_SECONDS).close()
         try:
@@ -47,7 +47,7 @@ class Model:
         return self._call("ModelInfer", message, seconds=seconds)
 
     def metadata(self, *, seconds: float) -> dict[str, Any]:
-        """What GET /v2/models/NAME answers over HTTP, as far as a load test reads it."""
+        """The fields that a load test reads from the answer to GET /v2/models/NAME over HTTP."""
         answer = list(fields(self._call("ModelMetadata", field(1, self._name.encode()), seconds=seconds)))
         return {
             name: [_tensor(value) for number, value in answer if number == field]
@@ -55,7 +55,7 @@ class Model:
         }
 
     def statistics(self, *, seconds: float) -> dict[str, Any]:
-        """What GET /v2/models/NAME/stats answers, as far as a load test reads it."""
+        """The fields that a load test reads from the answer to GET /v2/models/NAME/stats."""
         answer = fields(self._call("ModelStatistics", field(1, self._name.encode()), seconds=seconds))
         found = [dict(fields(value)) for number, value in answer if number == 1]
         return {"model_stats": [{"inference_count": one.get(4, 0), "execution_count": one.get(5, 0)} for one in found]}
@@ -69,7 +69,7 @@ class Model:
 
 
 def request(model: str, pixels: npt.NDArray[np.uint8], *, input: str, output: str) -> bytes:
-    """A ModelInferRequest with one tensor; `input` and `output` are the names of the model's."""
+    """A ModelInferRequest with one tensor; `input` and `output` are the model's tensor names."""
     tensor = field(1, input.encode()) + field(2, b"UINT8") + field(3, b"".join(map(varint, pixels.shape)))
     return (
         field(1, model.encode()) + field(5, tensor) + field(6, field(1, output.encode())) + field(7, pixels.tobytes())
@@ -85,7 +85,7 @@ def output(answer: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _tensor(message: bytes) -> dict[str, Any]:
-    """The name, datatype and shape of a tensor, which have the same numbers in every message."""
+    """The name, datatype and shape of a tensor, whose fields have the same numbers in every message."""
     found = list(fields(message))
     named = {number: value.decode() for number, value in found if number in (1, 2)}
     shape = [size for number, value in found if number == 3 for size in _sizes(value)]
@@ -93,7 +93,7 @@ def _tensor(message: bytes) -> dict[str, Any]:
 
 
 def _sizes(value: bytes | int) -> Iterable[int]:
-    """Repeated numbers are packed together or come one by one; both are valid. -1 is a large unsigned one."""
+    """Repeated numbers, packed or one by one (both are valid); -1 is a large unsigned number."""
     numbers = [value] if isinstance(value, int) else _varints(value)
     return (number - (1 << 64) if number >> 63 else number for number in numbers)
 
@@ -104,7 +104,7 @@ def field(number: int, value: bytes) -> bytes:
 
 
 def varint(number: int) -> bytes:
-    """Seven bits per byte, the lowest first."""
+    """A number as seven bits per byte, lowest first."""
     found = bytearray()
     while number > 0x7F:
         found.append(number & 0x7F | 0x80)

@@ -51,11 +51,11 @@ class Target:
         return f"{self.base}/v2/models/{self.model}"
 
     def metadata(self) -> dict[str, Any]:
-        """What the server says about the model."""
+        """The server's description of the model."""
         return self._get() if self.protocol == "http" else self._call("metadata")
 
     def statistics(self) -> dict[str, Any]:
-        """How many images and batches of the model it has computed."""
+        """The numbers of images and batches that the server has computed with the model."""
         return self._get("/stats") if self.protocol == "http" else self._call("statistics")
 
     def _call(self, what: Literal["metadata", "statistics"]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """A model's input and output, as its server describes them."""
+    """The input and output of a model, from its server's description."""
 
     input: str
     output: str
@@ -174,7 +174,7 @@ def _started(argv: Sequence[str], protocol: Literal["http", "grpc"]) -> Iterator
 
 @contextlib.contextmanager
 def cores_apart(count: int) -> Iterator[tuple[int, ...]]:
-    """The last `count` cores, for clients; until the end, this process and servers that it starts use the others."""
+    """The last `count` cores, for clients; meanwhile, this process and servers that it starts use the others."""
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError(f"--client-cores: got {count}, expected 0: only Linux gives cores to processes")
     cores = sorted(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""What one run measured, from its files or else from its output, without the warm-up."""
+"""The measurements of one run, from its files or otherwise from its output, without the warm-up."""
 
 import json
 import math
@@ -74,7 +74,7 @@ class Measured:
         return estimate(rates, of="blocks of one run")
 
     def spread(self) -> Estimate:
-        """The spread over blocks, or over single samples where there are few."""
+        """The spread over blocks, or over single samples if there are few."""
         return self.within() or estimate(self.rates)
 
     def latency(self) -> dict[str, float]:
@@ -138,7 +138,7 @@ def _warm_up(benchmark: Benchmark, *names: str) -> int:
 
 
 def leave(content: Mapping[str, object], *, output: Path | None) -> None:
-    """Write what a program measured to `output`, and to where `falconet bench` looks for it."""
+    """Write a program's measurements to `output` and to the place where `falconet bench` looks for them."""
     home = os.environ.get(RUNS)
     for path in [output, Path(home) / INFERENCE if home else None]:
         if path is not None:

@@ -49,7 +49,7 @@ def summarise(
     parameters: Mapping[str, str] = MappingProxyType({}),
     **facts: Any,
 ) -> Result:
-    """Combine several runs; for a single run, the spread is that within it.
+    """Combine several runs; for a single run, the spread is the one within it.
 
     `output`: pairs of a title and the name of a metric or parameter.
     """
@@ -289,7 +289,7 @@ Verdict = Literal["faster", "slower", "within noise", "one value", "not comparab
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How one benchmark changed, in percent of the earlier throughput; positive is faster."""
+    """The change of one benchmark in percent of the earlier throughput; positive is faster."""
 
     name: str
     verdict: Verdict

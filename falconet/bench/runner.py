@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Routine:
-    """How every benchmark is run."""
+    """The settings with which every benchmark is run."""
 
     repeat: int
     folder: Path  # for logs and run folders
@@ -198,5 +198,5 @@ def _stored(config: Mapping[str, object], name: str) -> int:
 
 
 def _whole(text: str) -> int:
-    """1 for anything but a number: the command itself will report that."""
+    """The text as a whole number; 1 for anything else, which the command itself will report."""
     return int(text) if text.isascii() and text.isdecimal() else 1

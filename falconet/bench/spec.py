@@ -19,7 +19,7 @@ from falconet.report.console import counted
 Reduction = Literal["mean", "final", "min", "value"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "final", "min", "value")
 CONVERGENCE = "_conv"  # in the name of a benchmark that trains to an accuracy
-# What every run measures beside the metrics of its spec; `derived` and `output` may use these names.
+# What every run measures besides the metrics of its spec; `derived` and `output` may use these names.
 MEASURED = ("throughput", *(f"latency_{name}" for name in ("p50", "p90", "p99", "mean", "max")))
 TEMPLATE = "options"  # in the name of an entry that others merge, which is not a benchmark itself
 USED = ("description", "cmd", "data", "derived", "output", "env", "parameters", "location", "timeout", "allow_wandb")
@@ -64,7 +64,7 @@ class Benchmark:
     timeout: float | None = None  # seconds
     allow_wandb: bool = False
     ignored: tuple[str, ...] = ()  # keys that have no effect here
-    notes: tuple[str, ...] = ()  # what else is not used as written, one line each
+    notes: tuple[str, ...] = ()  # other parts that are not used as written, one line each
 
     @property
     def converges(self) -> bool:
@@ -107,7 +107,7 @@ def read_spec(path: Path) -> list[Benchmark]:
 
 
 def select(benchmarks: Sequence[Benchmark], names: Iterable[str], *, convergence: bool) -> list[Benchmark]:
-    """Choose the named benchmarks, in that order, or else all; those that train to an accuracy only if asked for."""
+    """Choose the named benchmarks, in that order, or all; those that train to an accuracy only on request."""
     by_name: dict[str, Benchmark] = {}
     for benchmark in benchmarks:
         if benchmark.name in by_name:
@@ -144,7 +144,7 @@ class _Spelled(yaml.SafeLoader):
 
 
 def _repeated(node: yaml.Node | None) -> list[str]:
-    """Keys that a mapping has more than once."""
+    """The keys that a mapping has more than once."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     names = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
     return [name for name in dict.fromkeys(names) if names.count(name) > 1]
@@ -196,7 +196,7 @@ class _Entry:
                 yield f"{self.name}: output: {title}: no such metric as {metric}{did_you_mean(metric, known)}"
 
     def _variants(self) -> Iterator[dict[str, str]]:
-        """A list is a table headed by its names; a mapping gives every combination of its comma-separated values."""
+        """The variants: rows of a list headed by names, or every combination of a mapping's comma-separated values."""
         given = self.content.get("parameters", {})
         if isinstance(given, list) and len(given) > 1 and all(isinstance(row, list) for row in given):
             names, *rows = given

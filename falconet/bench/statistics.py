@@ -124,7 +124,7 @@ def _differ_at(costs: Sequence[float], cuts: Iterable[int]) -> bool:
 
 
 def _marginal_errors(costs: Sequence[float]) -> list[float]:
-    """For each cut, the squared deviations of the rest divided by the square of its length."""
+    """The squared deviations after each cut, divided by the square of their number."""
     count = len(costs)
     centre = sum(costs) / count  # for precision in the sums of squares
     shifted = [cost - centre for cost in reversed(costs)]

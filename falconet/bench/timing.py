@@ -19,7 +19,7 @@ AHEAD = 4  # batches that the host may run ahead of the device: enough to keep i
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Seconds per batch on the slowest replica, warm-up included."""
+    """Seconds per batch on the slowest replica, including warm-up."""
 
     latency: list[float]  # one batch at a time, until its scores have arrived
     throughput: list[float]  # consecutive batches
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a first batch shows."""
+    """The findings from a first batch."""
 
     seconds: float  # on the slowest replica, after one that warms up
     accuracy: float  # on the first batch of every replica, percent

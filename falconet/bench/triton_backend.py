@@ -46,7 +46,7 @@ class TritonPythonModel:
         self._outputs = [each["name"] for each in config["output"]]
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer requests that the server has put together, in one run."""
+        """Answer the requests that the server has batched, in one run."""
         given = {
             name: [triton.get_input_tensor_by_name(request, name).as_numpy() for request in requests]
             for name in self._inputs
@@ -62,7 +62,7 @@ class TritonPythonModel:
 
 
 def _session_options(config: Mapping[str, Any]) -> Any:
-    """The compiled backend's parameter for threads, and none that spin: the server shares its cores with others."""
+    """Session options with the compiled backend's thread parameter and without spinning, because cores are shared."""
     options = onnxruntime.SessionOptions()
     threads = config.get("parameters", {}).get("intra_op_thread_count", {}).get("string_value", "0")
     options.intra_op_num_threads = int(threads)  # 0: one per core
@@ -72,7 +72,7 @@ def _session_options(config: Mapping[str, Any]) -> Any:
 
 
 def _check(kind: str, declared: Sequence[Mapping[str, Any]], nodes: Sequence[Any], *, batched: bool) -> None:
-    """What the configuration declares must be what the model has; the server checks neither in Python."""
+    """Require that the configuration matches the model, which the server does not check for Python backends."""
     known = {node.name: node for node in nodes}
     for each in declared:
         name, dims = each["name"], [int(size) for size in each["dims"]]

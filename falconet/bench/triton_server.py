@@ -1,6 +1,6 @@
 """NVIDIA's Triton server for a model repository, on free ports of this machine, for as long as it is measured.
 
-A `tritonserver` on PATH, as in NVIDIA's container, is started as it is. The one of PyPI's nvidia-pytriton has only the
+A `tritonserver` on PATH, as in NVIDIA's container, is started unchanged. The one of PyPI's nvidia-pytriton has only the
 Python backend; `triton_backend` is added to it, so that it loads the same repositories. Of that package, only the
 program is used, from a virtual environment of its own: it needs numpy 1.
 
@@ -48,15 +48,15 @@ _NOT_FOUND = (
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A tritonserver."""
+    """A tritonserver program."""
 
     path: Path
     packages: Path | None  # the site-packages of PyPI's; None for one that has its backends
 
     def backends(self, folder: Path) -> list[str]:
-        """Add our backend in a folder, for a server that has none; its options.
+        """Put our backend into a folder for a server that has none, and return the options for it.
 
-        Copies, not links: the server refuses a library outside of its folder.
+        Files are copied, because the server refuses links to a library outside its folder.
         """
         if self.packages is None:
             return []
@@ -124,7 +124,7 @@ def _versions(home: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """Where a server listens, on the loopback address."""
+    """The ports of a server on the loopback address."""
 
     http: int
     grpc: int
@@ -151,7 +151,7 @@ class Running:
     prefix: str  # of its shared memory
 
     def shared_memory(self) -> list[Path]:
-        """Where it and the processes of its models meet."""
+        """The shared memory of the server and its models' processes."""
         return list(SHARED_MEMORY.glob(f"{self.prefix}*"))
 
 
@@ -233,7 +233,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> int:
 
 
 def _why(log: Path) -> str:
-    """The last errors of the server's log, else its last lines."""
+    """The last errors in the server's log, or its last lines."""
     text = log.read_text(encoding="utf-8", errors="replace")
     lines = _FAILED.findall(text)[-2:] or text.strip().splitlines()[-3:]
     return "; ".join(" ".join(line.split()).strip('"; ') for line in lines) or "it wrote nothing"

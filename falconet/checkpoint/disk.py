@@ -1,4 +1,4 @@
-"""Files and folders that survive a power cut, and hidden names for checkpoints half written or half removed."""
+"""Files and folders that survive a power cut; hidden names for checkpoints that are half written or half removed."""
 
 import contextlib
 import ctypes
@@ -52,7 +52,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def reserve(folder: Path, sizes: Sequence[int]) -> None:
-    """Raise the error that writing files of these sizes into a folder would raise; nothing stays there."""
+    """Raise the error that writing files of these sizes into a folder would raise; no file is left there."""
     state = os.statvfs(folder)
     if sum(sizes) > state.f_bavail * state.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
@@ -69,8 +69,8 @@ def reserve(folder: Path, sizes: Sequence[int]) -> None:
 def _allocate(handle: int, size: int) -> None:
     """Allocate blocks, if the file system can.
 
-    By fallocate(2), because os.posix_fallocate would write to every block of a file system that cannot: over a network,
-    as many bytes as the checkpoint has.
+    Uses fallocate(2), because os.posix_fallocate writes to every block if the file system cannot: over a network,
+    that is as many bytes as the checkpoint has.
     """
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate and fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
@@ -107,7 +107,7 @@ def move_into_place(temporary: Path, folder: Path) -> None:
 
 
 def discard(old: Path) -> None:
-    """Remove a folder, or a link but not its target; what cannot be removed now is swept later."""
+    """Remove a folder, or a link but not its target; anything that cannot be removed now is swept later."""
     if old.is_symlink():
         old.unlink()
     else:

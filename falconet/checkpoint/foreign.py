@@ -1,6 +1,6 @@
-"""Weights of other programs: safetensors and torch files, read as data and never executed.
+"""Weights from other programs: safetensors and torch files, read as data and never executed.
 
-The content of a file decides what it is, not its name. `load_foreign` puts tensors into a model, whatever their names;
+Files are recognised by content, not by name. `load_foreign` copies tensors into a model, whatever their names;
 `origin.py` finds the options of the model that follow from the program that wrote the file.
 """
 
@@ -73,7 +73,7 @@ Layers = dict[str, dict[str, Tensor]]  # by the layer's name: its tensors by the
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """What a file of another program holds."""
+    """The content of another program's file."""
 
     path: Path
     weights: dict[str, Tensor]  # on the host, in the file's order, names without the additions of wrappers
@@ -82,7 +82,7 @@ class WeightsFile:
 
 @dataclass(frozen=True)
 class Fit:
-    """Weights under a model's names, and how far the two agree."""
+    """Weights under a model's names, and the differences between the two."""
 
     tensors: dict[str, Tensor]  # those with the right shape
     missing: tuple[str, ...]  # in the weights
@@ -96,7 +96,7 @@ class Fit:
 
     @property
     def other_classes(self) -> int | None:
-        """The number of classes of the weights, if the classifier's is all that does not fit."""
+        """The weights' number of classes, if nothing but the classifier differs."""
         if self.missing or self.surplus or not self.reshaped:
             return None
         if any(name.rpartition(".")[0] != self.classifier for name in self.reshaped):
@@ -105,7 +105,7 @@ class Fit:
         return found.shape[0]
 
     def faults(self) -> str:
-        """What does not fit, by name."""
+        """The tensors that do not fit, by name, in one line."""
         reshaped = [f"{name} {_shape(got)}, expected {_shape(own)}" for name, (got, own) in self.reshaped.items()]
         groups = ((self.missing, "missing"), (self.surplus, "unexpected"), (reshaped, "with another shape"))
         return ", ".join(f"{len(names):,} {what} ({_listed(names)})" for names, what in groups if names)
@@ -166,7 +166,7 @@ def fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Fit:
     """Find the tensors of another program that belong to `own`, a model's state; `weights`: in the file's order.
 
     Layers of the same name belong together. Those that remain are paired in order, if each pair agrees in what it
-    holds and in every shape: both list their layers in the order in which they were made, which is that of the forward
+    holds and in every shape: both list their layers in the order of creation, which is that of the forward
     pass in the programs known here. The classifier, last in both, may have another number of classes.
     """
     weights = _without_common_prefix(own, weights)
@@ -188,7 +188,7 @@ def fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Fit:
 def fitting_model(weights: Mapping[str, Tensor], *, where: str = "") -> tuple[str, int] | None:
     """A model that these weights would fit, and their number of classes; only shapes are compared.
 
-    One of the zoo, all of which take about 6 s of a core, or else one of timm's that their path is named after.
+    It is one of the zoo's models, which takes about 6 s of a core, or a timm model whose name is in their path.
     """
     shapes = {name: tensor.to("meta") for name, tensor in weights.items()}
     ours = sorted(zoo.names(), key=lambda name: not name.endswith("-cifar"))  # the quickest first
@@ -202,7 +202,7 @@ def fitting_model(weights: Mapping[str, Tensor], *, where: str = "") -> tuple[st
 
 
 def _named_after(path: str) -> list[str]:
-    """Models of timm whose names are in a path, the longest first: convnext_tiny-983f3dbf.pth, a folder of the hub."""
+    """The timm models whose names are in a path, longest first: convnext_tiny-983f3dbf.pth, a folder of the hub."""
     import timm
 
     words = path.lower().replace("-", "_")
@@ -211,7 +211,7 @@ def _named_after(path: str) -> list[str]:
 
 
 def _is_safetensors(start: bytes) -> bool:
-    """Eight bytes of length, then JSON; a zip file or a pickle has neither."""
+    """Whether a file starts with eight bytes of length and then JSON, which no zip file or pickle does."""
     return start[8:9] == b"{" and not start.startswith((torch_file.ZIP, pickle.PROTO))
 
 
@@ -242,7 +242,7 @@ def _read_torch(path: Path) -> object:
 
 
 def _mistaken(path: Path) -> str:
-    """What a file is that is none of ours."""
+    """A guess, in words, at the format of a file that cannot be read."""
     with path.open("rb") as file:
         start = file.read(SNIFFED)
     if start[257:262] == b"ustar":
@@ -275,7 +275,7 @@ def _unwrapped(found: object, path: Path) -> Mapping[object, object]:
 
 
 def _hint(found: Fit, weights: Mapping[str, Tensor], *, where: str) -> str:
-    """What the weights are for, if not for this model."""
+    """A hint at the model that the weights are for."""
     if found.other_classes:
         return f"; these weights are for {found.other_classes:,} classes"
     other = fitting_model(weights, where=where)
@@ -285,7 +285,7 @@ def _hint(found: Fit, weights: Mapping[str, Tensor], *, where: str) -> str:
 def _by_name(
     own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, original: Mapping[str, str] | None = None
 ) -> Fit:
-    """`original`: what the weights were called."""
+    """Match weights by name; `original`: their names in the file."""
     called = original or {}
     return Fit(
         tensors={name: weights[name] for name, t in own.items() if name in weights and weights[name].shape == t.shape},
@@ -303,7 +303,7 @@ def _by_name(
 
 
 def _without_common_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Without what a trainer's own class adds to every name, such as Lightning's `model.`."""
+    """The weights without a prefix that a trainer adds to every name, such as Lightning's `model.`."""
     firsts, known = {name.partition(".")[0] for name in weights}, {name.partition(".")[0] for name in own}
     if len(firsts) != 1 or firsts <= known or not all("." in name for name in weights):
         return weights
@@ -340,7 +340,7 @@ def _paired(theirs: Sequence[str], ours: Sequence[str], layers: Layers, own: Lay
 
 
 def _signature(layer: Mapping[str, Tensor], *, from_: int = 0) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """What a layer holds, from a dimension on; a linear layer is a convolution of 1 x 1."""
+    """The tensors of a layer with shapes from a dimension on; a linear layer counts as a 1 x 1 convolution."""
     return tuple(sorted((leaf, _as_linear(tensor)[from_:]) for leaf, tensor in layer.items()))
 
 
@@ -354,7 +354,7 @@ def _like(tensor: Tensor, own: Tensor) -> Tensor:
 
 
 def _number(name: str) -> tuple[bool, list[tuple[int, str]]]:
-    """Sorts features.10 after features.2, and the classifier after the features."""
+    """A sort key that puts features.10 after features.2, and the classifier after the features."""
     parts = [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
     return not name.startswith("features"), parts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,10 +14,9 @@ from typing import TYPE_CHECKING, Literal
 
 from falconet.checkpoint.disk import FileRecord as FileRecord
 from falconet.checkpoint.disk import aside, discard, move_into_place, named, sweep, sync_folder, write_bytes
-from falconet.checkpoint.manifest import MANIFEST, SUFFIX, by_name, require_folder, write_manifest
+from falconet.checkpoint.manifest import MANIFEST, SUFFIX, Position, by_name, require_folder, write_manifest
 from falconet.checkpoint.manifest import Checkpoint as Checkpoint
 from falconet.checkpoint.manifest import Manifest as Manifest
-from falconet.checkpoint.manifest import Progress as Progress
 from falconet.checkpoint.manifest import read_manifest as read_manifest
 from falconet.errors import CheckpointError, did_you_mean
 
@@ -73,7 +73,7 @@ def amend(folder: Path, changes: Mapping[str, object]) -> None:
 
 
 def _check_readable(temporary: Path, folder: Path) -> None:
-    """Refuse what nothing could read again, before it takes the place of an older checkpoint."""
+    """Refuse a checkpoint that could not be read again, before it replaces an older one."""
     try:
         read_manifest(temporary)
     except CheckpointError as error:
@@ -140,7 +140,7 @@ def read_tensors(folder: Path, stem: str, *, verified: Manifest) -> dict[str, Te
 
 
 def model_weights(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
-    """The model's weights, or those of its moving average (`ema`), under the model's names."""
+    """The model's weights or (`ema`) those of its moving average, under the model's names."""
     weights = read_tensors(folder, stem, verified=manifest)
     return {name.removeprefix("average/"): tensor for name, tensor in weights.items() if name != "updates"}
 
@@ -187,7 +187,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def undamaged(path: Path, note: Callable[[str], None]) -> list[Path]:
-    """The checkpoints of `checkpoints_in` that are whole, file by file; the others are noted."""
+    """The undamaged checkpoints of `checkpoints_in`, checked file by file; the others are noted."""
     return [folder for folder in checkpoints_in(path) if is_whole(folder, note)]
 
 
@@ -202,9 +202,9 @@ def is_whole(folder: Path, note: Callable[[str], None]) -> bool:
 
 
 def choose(path: Path, which: Which, note: Callable[[str], None]) -> Checkpoint:
-    """Find one checkpoint in a folder of them or a run folder; a path that is a checkpoint is taken itself.
+    """Find one checkpoint in a folder of checkpoints or a run folder; a path to a checkpoint is used directly.
 
-    best: the highest score that a validation recorded, of equal ones the lowest loss, then the earliest; if nothing was
+    best: the highest recorded score, then the lowest loss, then the earliest; if nothing was
     validated, the newest. Damaged ones are noted, and the next best or next older one is taken, except where a number
     asks for one.
     """
@@ -221,7 +221,7 @@ def choose(path: Path, which: Which, note: Callable[[str], None]) -> Checkpoint:
 
 
 def newest_whole(path: Path, note: Callable[[str], None]) -> Path:
-    """Find the newest checkpoint in `path` that verifies, or failing that an average; note each one skipped."""
+    """Find the newest checkpoint in `path` that verifies, otherwise an average; note each one skipped."""
     return _first_whole(path, _newest_first(checkpoints_in(path)), note)
 
 
@@ -258,7 +258,7 @@ def _first_whole(path: Path, candidates: Sequence[Path], note: Callable[[str], N
     raise CheckpointError(f"{path}: {which} complete; {errors[0]}")
 
 
-def whole_after(path: Path, progress: Progress) -> Path | None:
+def whole_after(path: Path, progress: Position) -> Path | None:
     """Find the newest checkpoint in `path` that verifies, is not an average and is further on than `progress`."""
     for folder in _newest_first(checkpoints_in(path)):
         manifest = readable_manifest(folder)
@@ -297,24 +297,24 @@ def readable_manifest(folder: Path) -> Manifest | None:
 
 
 def _age(folder: Path) -> tuple[bool, int, int, int, str]:
-    """Sort key: by progress; unreadable ones last, by name."""
+    """A sort key by progress; unreadable checkpoints come last, by name."""
     manifest = readable_manifest(folder)
-    progress = manifest.progress if manifest else Progress(0, 0, 0)
+    progress = manifest.progress if manifest else Position(0, 0, 0)
     return manifest is None, *_order(progress), folder.name
 
 
-def _order(progress: Progress) -> tuple[int, int, int]:
+def _order(progress: Position) -> tuple[int, int, int]:
     return progress.epoch, progress.images, progress.update
 
 
 def _newest_first(folders: list[Path]) -> list[Path]:
-    """Averages last, because training cannot resume exactly from one."""
+    """Sort checkpoints from the newest; averages last, because training cannot resume exactly from one."""
     averages = [folder for folder in reversed(folders) if (manifest := readable_manifest(folder)) and manifest.averaged]
     return [folder for folder in reversed(folders) if folder not in averages] + averages
 
 
 def _best_first(folders: list[Path]) -> list[Path]:
-    """By rank, the rest from the newest on; unreadable ones, any of which may have been the best, come first."""
+    """Sort by rank, the rest from the newest; unreadable ones come first, because any may have been the best."""
     unreadable = [folder for folder in folders if readable_manifest(folder) is None]
     ranks = {folder: found for folder in folders if (found := _rank(folder)) is not None}
     best = sorted(ranks, key=ranks.__getitem__, reverse=True)  # stable: equal ones stay in their order
@@ -330,18 +330,18 @@ def prune(
     folder: Path,
     *,
     keep: int | None,
-    in_turn: Callable[[Progress], bool] = lambda _: True,
+    in_turn: Callable[[Position], bool] = lambda _: True,
     run: str | None = None,
 ) -> list[Path]:
     """Remove the oldest checkpoints in `folder` beyond `keep`, except the best validated one.
 
-    One saved out of turn, when the run was interrupted, does not count: it goes as soon as there is a newer one.
+    One saved out of turn by an interruption does not count: it is removed as soon as there is a newer one.
     Damaged, foreign, averaged, linked and initial checkpoints, and those whose manifest names another `run`, are
     neither counted nor removed. Returns the removed ones.
     """
     if keep is None:
         return []
-    linked = {p.resolve() for p in folder.iterdir() if p.is_symlink()}
+    linked = {os.path.realpath(p) for p in folder.iterdir() if p.is_symlink()}  # Path's raises for a link to itself
     plain = [p for p in _children(folder) if not p.is_symlink() and "averaged" not in p.name]
     sized = [(p, m) for p, m in _well_sized(plain) if not m.averaged and m.progress.update > 0]
     ours = [(p, m) for p, m in sized if m.content.get("run") == run]
@@ -350,7 +350,7 @@ def prune(
     counted = [i for i, (_, m) in enumerate(ours) if in_turn(m.progress)]
     held = {spared, *counted[max(len(counted) - keep, 0) :], *({len(ours) - 1} - set(counted))}
     surplus = [p for i, (p, _) in enumerate(ours) if i not in held]
-    removed = [p for p in surplus if p.resolve() not in linked and not _other_things(p)]
+    removed = [p for p in surplus if os.path.realpath(p) not in linked and not _other_things(p)]
     for path in removed:
         old = aside(path, "old")
         with named(path):
@@ -361,7 +361,7 @@ def prune(
 
 
 def _well_sized(folders: list[Path]) -> Iterator[tuple[Path, Manifest]]:
-    """Those whose files have the right size; hashing every old checkpoint after each save would cost too much."""
+    """The checkpoints whose files have the right size; hashing all of them after each save would take too long."""
     for folder in folders:
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(folder)

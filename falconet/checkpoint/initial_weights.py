@@ -1,7 +1,7 @@
-"""Weights that a new model starts with: published ones, those of a file, or those of a checkpoint.
+"""Initial weights of a new model: published ones, those of a file, or those of a checkpoint.
 
-`find` reads what they are and how photos were prepared for them; `InitialWeights.load` puts them into a model, whose
-classifier starts small if the classes are others. `pretrained_model` does both, for prediction.
+`find` describes them and how photos were prepared for them; `InitialWeights.load` copies them into a model, whose
+classifier starts small if the classes differ. `pretrained_model` does both, for prediction.
 """
 
 import json
@@ -38,7 +38,7 @@ MOST_CONFIG = 1 << 24  # bytes of it
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """How photos were prepared for weights."""
+    """The preparation of photos for some weights."""
 
     image_size: int
     mean: Channels
@@ -61,7 +61,7 @@ class Inputs:
         )
 
     def table(self, data: Data) -> dict[str, dict[str, Any]]:
-        """The options that prepare photos like this, as a checkpoint stores them; `data`: the others."""
+        """The options that prepare photos in this way, as a checkpoint stores them; `data`: the run's other options."""
         values: dict[str, Any] = {"image-size": str(self.image_size)}
         if data.normalization == "deviation" and data.normalization_location != "none":
             values |= {"pixel-mean": list(map(str, self.mean)), "pixel-deviation": list(map(str, self.std))}
@@ -74,7 +74,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class InitialWeights:
-    """What weights are, before they are loaded."""
+    """A description of weights before they are loaded."""
 
     source: str  # a repository on the Hugging Face hub, or a path
     classes: int
@@ -86,14 +86,14 @@ class InitialWeights:
     several_labels: bool = False  # whether they were trained on images with any number of labels
 
     def keeps_classifier(self, class_names: tuple[str, ...]) -> bool:
-        """Whether the classes of the data are those of the weights, as far as their names are known."""
+        """Whether the data and the weights have the same classes, as far as names are known."""
         numbers = tuple(map(str, range(self.classes)))  # of data whose classes have no names
         return len(class_names) == self.classes and (
             not self.class_names or class_names in (self.class_names, numbers) or self.class_names == numbers
         )
 
     def load(self, model: nn.Module, *, name: str, class_names: tuple[str, ...]) -> None:
-        """Give `model` these weights; if the classes are others, its classifier starts small."""
+        """Copy these weights into `model`; if the classes differ, its classifier starts small."""
         weights = self.read()
         found = fit(model.state_dict(), weights)
         if not found.is_whole and not found.other_classes:
@@ -105,7 +105,7 @@ class InitialWeights:
             init.shrink(model.get_submodule(found.classifier))
 
     def describe(self, class_names: tuple[str, ...]) -> str:
-        """What a model of these classes starts with."""
+        """A line that says with which weights a model of these classes starts."""
         if self.keeps_classifier(class_names):
             return f"starts with the weights of {self.source}, classifier included"
         other = f"{self.classes:,}" if self.classes != len(class_names) else f"{self.classes:,} other"
@@ -117,7 +117,7 @@ class InitialWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedModel:
-    """A model with weights that were trained elsewhere, and what prediction needs to know of them."""
+    """A model with weights that were trained elsewhere, and the facts that prediction needs."""
 
     model: nn.Module  # fp32, on the host
     preprocessing: Preprocessing
@@ -127,9 +127,9 @@ class PretrainedModel:
 
 
 def pretrained_model(options: Model, asked: Asked) -> PretrainedModel:
-    """The model of the options with its published weights, or with those of a file or checkpoint.
+    """The model of the options, with published weights or those of a file or checkpoint.
 
-    ImageNet's classes get their descriptions as names; classes whose names are unknown get their numbers.
+    ImageNet's classes are named by their descriptions; classes with unknown names are numbered.
     """
     found = find(options.model, asked)
     model = build_model(options, classes=found.classes, seed=0)
@@ -173,7 +173,7 @@ def _published(name: str, *, fetched: bool) -> InitialWeights:
 
 
 def _of_file(path: Path, name: str) -> InitialWeights:
-    """A file of ours, timm's or torchvision's: what is beside it or in torchvision's list tells how photos look."""
+    """Weights in a file of ours, timm's or torchvision's; a config beside it or torchvision's list describes photos."""
     file = read_file(path)  # read again to be loaded, rather than kept for the whole run
     config = _beside(path) or pretrained.torchvision_config(path.name) or _standard(name)
     origin = find_origin(file, model=name)
@@ -191,7 +191,7 @@ def _of_file(path: Path, name: str) -> InitialWeights:
 
 
 def _of_checkpoint(path: Path, name: str) -> InitialWeights:
-    """Those that predictions use: of a run the best checkpoint, and of its weights and their average the better."""
+    """The weights that predictions use: those of a run's best checkpoint or their average, whichever is better."""
     folder, manifest = format.choose(path.parent if path.is_file() else path, "best", lambda _: None)
     stem = manifest.better_stem if path.is_dir() else "ema" if path.stem == "ema" else "model"
     try:
@@ -220,7 +220,7 @@ def _of_checkpoint(path: Path, name: str) -> InitialWeights:
 
 
 def _of_model(origin: Origin) -> dict[str, dict[str, Any]]:
-    """The options of an origin that say what the weights compute."""
+    """The options of an origin that determine what the weights compute."""
     return {name: entry for name, entry in origin.table().items() if name in BOUND_TO_WEIGHTS}
 
 
@@ -231,7 +231,7 @@ def _ratio(stored: Preprocessing) -> float:
 
 
 def _classes(file: WeightsFile, name: str) -> int:
-    """The number of classes of a file's last layer, in which the model of that name may differ from it."""
+    """The number of classes of a file's last layer, which may differ from the named model's."""
     shapes = {key: tensor.to("meta") for key, tensor in file.weights.items()}
     with torch.device("meta"):
         own = build_model(Model(model=name), classes=pretrained.IMAGENET_CLASSES, seed=0).state_dict()
@@ -239,7 +239,7 @@ def _classes(file: WeightsFile, name: str) -> int:
 
 
 def _standard(name: str) -> Mapping[str, Any]:
-    """What timm states about its weights for the model, else ImageNet's usual preparation at the model's size."""
+    """timm's facts about its weights for the model, or ImageNet's usual preparation at the model's size."""
     try:
         return {**pretrained.published(name).config, "label_names": None}
     except CheckpointError:
@@ -248,7 +248,7 @@ def _standard(name: str) -> Mapping[str, Any]:
 
 
 def _beside(path: Path) -> dict[str, Any] | None:
-    """timm's config of the file, as its repositories on the hub have it."""
+    """timm's config beside a file, as in repositories on the hub."""
     config = path.parent / CONFIG
     try:
         if not config.is_file() or config.stat().st_size > MOST_CONFIG:
@@ -262,7 +262,7 @@ def _beside(path: Path) -> dict[str, Any] | None:
 
 
 def _inputs(config: Mapping[str, Any], *, where: str) -> Inputs:
-    """timm's config as ours; it may come from another person's file."""
+    """Convert timm's config to ours; it may come from another person's file."""
     size = config.get("input_size")
     ratio = config.get("crop_pct") or 7 / 8
     if not (isinstance(size, list | tuple) and len(size) == 3 and size[1] == size[2] and isinstance(size[1], int)):

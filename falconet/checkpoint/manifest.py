@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint is, the files it has, and which slices of which tensors they hold."""
+"""manifest.json: the facts about a checkpoint, its files, and the slices of tensors in them."""
 
 import difflib
 import hashlib
@@ -24,6 +24,7 @@ MOST_CLASSES, MOST_UNNAMED = 1_000_000, 10_000  # with and without their names
 MOST_THREADS = 1 << 16  # or processes
 MOST_VALUES = 1 << 48  # of a tensor
 LARGEST = 1 << 53  # epochs, images, updates: exact as a float
+MOST_DIGITS = 15  # of a number among the options
 SEVERAL_LABELS = "several_labels"  # in the manifest of a model for images with any number of labels; else absent
 IMAGES = "images"  # in the manifest: how many images its run had, and their digest
 SECTIONS = ("preprocessing", "metrics", "meter", "runtime", "versions")  # objects in the manifest; may be empty
@@ -32,8 +33,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far training had got when the checkpoint was saved."""
+class Position:
+    """The progress of training when the checkpoint was saved."""
 
     epoch: int
     images: int
@@ -43,13 +44,13 @@ class Progress:
 
     @property
     def epochs(self) -> float:
-        """Epochs trained, with the part of the one that was under way."""
+        """The epochs trained, including the part of an unfinished one."""
         return self.epoch + (self.images / self.epoch_images if self.epoch_images else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A slice of a tensor in a file: its values `begin` to `end`, in the memory order of the whole tensor."""
+    """A slice of a tensor in a file: the values `begin` to `end`, in the memory order of the whole tensor."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -61,7 +62,7 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Its name in the file, which may hold several slices of one tensor."""
+        """The slice's name in the file, which may hold several slices of one tensor."""
         return f"{self.name}:{self.begin}"
 
 
@@ -72,7 +73,7 @@ class Manifest:
     format: int
     model: str
     classes: int
-    progress: Progress
+    progress: Position
     class_names: tuple[str, ...]
     preprocessing: dict[str, Any]
     config: dict[str, dict[str, Any]]  # every option of its run, with its value and source
@@ -88,7 +89,7 @@ class Manifest:
 
     @property
     def stems(self) -> list[str]:
-        """The kinds of tensors it holds: model, optimizer and so on."""
+        """The kinds of tensors in the checkpoint: model, optimizer and so on."""
         return list(self.parts) or [name.removesuffix(SUFFIX) for name in self.files]
 
     @property
@@ -107,16 +108,16 @@ class Manifest:
     def _epoch_of(self, update: int) -> float:
         """The epoch of an earlier update, as if all epochs had as many."""
         last = self.progress.update
-        return self.progress.epochs * min(update, last) / max(1, last)
+        return round(self.progress.epochs * min(update, last) / max(1, last), 6)  # whole where an epoch ended
 
     @property
     def several_labels(self) -> bool:
-        """Whether an image has any number of the classes, so that each has a probability of its own."""
+        """Whether an image may have several classes, so that each has its own probability."""
         return self.content.get(SEVERAL_LABELS) is True
 
     @property
     def metric(self) -> Metric:
-        """What its validations measure."""
+        """The metric of the run's validations."""
         return MEAN_AVERAGE_PRECISION if self.several_labels else ACCURACY
 
     @property
@@ -127,12 +128,12 @@ class Manifest:
 
     @property
     def rank(self) -> tuple[float, float] | None:
-        """Its place among validated checkpoints; None: not validated."""
+        """The checkpoint's rank among validated ones; None: not validated."""
         return None if self.score is None else rank(self.score, self.metrics.get("score_loss", math.inf))
 
     @property
     def better_stem(self) -> str:
-        """Which weights validated better: `model`, or `ema`, its moving average."""
+        """The weights that validated better: `model`, or `ema`, its moving average."""
         accuracy = self.metrics.get(f"validation_{self.metric.name}", math.inf)
         own = rank(accuracy, self.metrics.get("validation_loss", math.inf))
         return "ema" if "ema" in self.stems and self.rank is not None and self.rank > own else "model"
@@ -144,6 +145,13 @@ class Manifest:
             raise CheckpointError(f"the checkpoint's config has no usable '{name}'; expected that of a training run")
         return value
 
+    def number(self, name: str) -> int:
+        """The value of an option that is a whole number."""
+        text = self.option(name)
+        if not text.isdecimal() or len(text) > MOST_DIGITS:
+            raise CheckpointError(f"the checkpoint's config has {text!r:.40} for '{name}', expected a number")
+        return int(text)
+
     def digests(self, stem: str) -> tuple[str, ...]:
         """The digests of the files that hold `stem`; empty if none does."""
         names = sorted({part.file for part in self.parts.get(stem, ())} or {f"{stem}{SUFFIX}"})
@@ -151,7 +159,7 @@ class Manifest:
 
 
 def rank(accuracy: float, loss: float) -> tuple[float, float]:
-    """The order of validations, the highest being the best: of equally accurate ones, that with the lower loss."""
+    """A sort key for validations, highest for the best: by accuracy, then by lower loss."""
     return accuracy, -loss if math.isfinite(loss) else -math.inf
 
 
@@ -214,7 +222,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _texts(content: object) -> Iterator[str]:
-    """Every text in it, keys included."""
+    """Every text in the content, including keys."""
     left = [content]
     while left:
         match left.pop():
@@ -227,7 +235,7 @@ def _texts(content: object) -> Iterator[str]:
 
 
 def part_of(content: Mapping[str, Any], *, where: Path) -> Part:
-    """Parse a part."""
+    """Parse the slice that an entry describes."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: a part is {type(content).__name__}, expected an object")
     shape = _typed(content, "shape", list, where)
@@ -273,7 +281,7 @@ def _manifest(content: dict[str, Any], path: Path) -> Manifest:
         format=content["format"],
         model=_typed(content, "model", str, path),
         classes=classes,
-        progress=Progress(
+        progress=Position(
             **{key: _whole(progress, key, path) for key in ("epoch", "images", "update")},
             phase=_whole(progress, "phase", path, least=1, default=1),
             epoch_images=_whole(progress, "epoch_images", path, default=0) or None,
@@ -302,7 +310,7 @@ def _whole(
 
 
 def _config(content: dict[str, Any], path: Path) -> dict[str, dict[str, Any]]:
-    """The options of its run; each has a value, which is text, a switch or a list of texts."""
+    """The options of the run; each has a value, which is text, a switch or a list of texts."""
     found = content.get("config")
     if found is None:
         return {}
@@ -315,7 +323,7 @@ def _config(content: dict[str, Any], path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_runtime(stored: dict[str, Any], path: Path) -> None:
-    """What a restored run takes over: threads and processes, which change bits, and the splits of its stages."""
+    """Check the values that a restored run adopts: threads and processes, which change bits, and splits of stages."""
     for key in ("threads", "processes"):
         if key in stored:
             _whole(stored, key, path, least=1, most=MOST_THREADS)

@@ -1,7 +1,7 @@
-"""Which program wrote a weights file, and the options that follow: its arguments if it stored them, else its names.
+"""The program that wrote a weights file, and the options that follow from stored arguments or from names.
 
-Programs of the same shapes compute different functions: zero channels on another side, another epsilon. Such weights
-load without a fault and predict badly.
+Programs compute different functions with the same shapes: zero channels on another side, another epsilon. Such weights
+load without an error and predict badly.
 """
 
 import re
@@ -15,7 +15,7 @@ from falconet.config.options import BOUND_TO_WEIGHTS, MODELS
 from falconet.config.settings import DEFAULT, WEIGHTS
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 
-Options = dict[str, str | bool | list[str]]  # by name, as a checkpoint stores them
+StoredOptions = dict[str, str | bool | list[str]]  # by name, as a checkpoint stores them
 Shapes = Mapping[str, tuple[int, ...]]
 TENSORFLOW_EPSILON = "0.001"  # of batch norm; torch's is 0.00001
 NORMS = ("batch", "group", "none")
@@ -24,25 +24,25 @@ DATA = ("cifar10", "cifar100", "imagenet")  # kinds of data that a file may name
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of weights beside their values."""
+    """The options that are known for weights."""
 
     why: str
-    options: Options
+    options: StoredOptions
 
     def table(self) -> dict[str, dict[str, Any]]:
-        """The options as those of a checkpoint, which the command line overrides."""
+        """The options in the form of a checkpoint's, which the command line overrides."""
         return {name: {"value": value, "source": WEIGHTS} for name, value in self.options.items()}
 
     def line(self, sources: Mapping[str, str]) -> str | None:
-        """What was concluded, and why; `sources`: of the options in use, some of which the command line may set."""
+        """A line with the inferred options and the reason; `sources`: of the options in use, some set by the user."""
         taken = [_spelled(name, value) for name, value in self.options.items() if sources.get(name) == WEIGHTS]
         return f"{self.why}: {' '.join(taken)}" if taken else None
 
 
 def find_origin(file: WeightsFile, *, model: str | None) -> Origin:
-    """The options that follow from a file; `model`: the one that the command line names, None: none.
+    """The options that follow from a file; `model`: the command line's, if any.
 
-    None follow for a model of another kind, or where nothing is known.
+    There are none for a model of another kind, or if nothing is known.
     """
     stored = _from_arguments(file.arguments)
     named = stored.get("model")
@@ -56,7 +56,7 @@ def find_origin(file: WeightsFile, *, model: str | None) -> Origin:
 
 
 def own_origin(manifest: Manifest, *, model: str | None) -> Origin:
-    """What the run of a checkpoint stated about its model; `model` as above."""
+    """The options about the model in the run of a checkpoint; `model` as above."""
     if model not in (None, manifest.model):
         return Origin("", {})
     stated = {name: entry["value"] for name, entry in manifest.config.items() if entry.get("source") != DEFAULT}
@@ -64,15 +64,15 @@ def own_origin(manifest: Manifest, *, model: str | None) -> Origin:
     return Origin("the checkpoint was trained with", taken)
 
 
-def _from_arguments(arguments: Mapping[str, Any]) -> Options:
-    """The options of a model among the arguments of its training, by the names that the PyTorch program gave them.
+def _from_arguments(arguments: Mapping[str, Any]) -> StoredOptions:
+    """The model's options among its training arguments, under the PyTorch program's names.
 
-    Another program's value of a name that is none of ours is left out: the weights themselves show what they fit.
+    Values that are not valid here are left out: the weights themselves show what they fit.
     """
     name = arguments.get("model")
     if not isinstance(name, str) or name not in MODELS:
         return {}
-    found: Options = {"model": name}
+    found: StoredOptions = {"model": name}
     norm = arguments.get("norm_type")
     if norm in NORMS:
         found["norm-type"] = norm
@@ -96,7 +96,7 @@ def _from_arguments(arguments: Mapping[str, Any]) -> Options:
     return found
 
 
-def _numbers(arguments: Mapping[str, Any], *names: str) -> Options:
+def _numbers(arguments: Mapping[str, Any], *names: str) -> StoredOptions:
     return {
         name.replace("_", "-"): str(arguments[name])
         for name in names
@@ -111,7 +111,7 @@ def _spelled(name: str, value: str | bool | list[str]) -> str:
 
 
 def _is_akamaster(shapes: Shapes) -> bool:
-    """A CIFAR ResNet of basic blocks whose shortcuts have no weights, with a classifier called `linear`."""
+    """Whether this is a CIFAR ResNet with weights in no shortcut and a classifier called `linear`."""
     return (
         shapes.get("conv1.weight") == (16, 3, 3, 3)
         and shapes.get("layer2.0.conv1.weight") == (32, 16, 3, 3)
@@ -129,11 +129,11 @@ def _is_torchvision_mobilenet_v3(shapes: Shapes) -> bool:
 
 
 def _is_torchvision_large_efficientnet(shapes: Shapes) -> bool:
-    """B5, B6 or B7, whose epsilon is TensorFlow's; B0 to B4 have torch's."""
+    """Whether this is B5, B6 or B7, which have TensorFlow's epsilon; B0 to B4 have torch's."""
     return "features.1.0.block.0.0.weight" in shapes and shapes.get("classifier.1.weight", (0, 0))[1] >= 2048
 
 
-LAYOUTS: tuple[tuple[str, Callable[[Shapes], bool], Options, re.Pattern[str]], ...] = (
+LAYOUTS: tuple[tuple[str, Callable[[Shapes], bool], StoredOptions, re.Pattern[str]], ...] = (
     (
         "akamaster's pytorch_resnet_cifar10",
         _is_akamaster,

@@ -49,13 +49,13 @@ class Totals:
 
     @property
     def accuracy(self) -> float:
-        """In percent."""
+        """The accuracy in percent."""
         return 100.0 * self.correct / max(1, self.images)
 
 
 @dataclass
 class Progress:
-    """Where training stands."""
+    """The progress of training."""
 
     update: int = 0
     interval: Totals = field(default_factory=Totals)  # since the last log point
@@ -85,7 +85,7 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """Model, optimizer, moving average, loss scale and progress; round-trips exactly."""
+    """Model, optimizer, moving average, loss scale and progress, which are saved and loaded exactly."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -112,7 +112,7 @@ class TrainState:
         return slices | ({"optimizer": self.shards.slices(tensors["optimizer"])} if self.shards else {})
 
     def saved_bytes(self) -> dict[str, int]:
-        """Bytes of this process's share of a checkpoint saved after the next update, by file."""
+        """The bytes of this process's share of a checkpoint saved after the next update, by file."""
         found = {
             stem: sum(each.values.numel() * each.values.element_size() for each in slices)
             for stem, slices in self.slices().items()
@@ -125,7 +125,7 @@ class TrainState:
         return self.shards.trained if self.shards else self.model
 
     def _optional(self) -> dict[str, Ema | Scale]:
-        """The parts that not every run has, by file."""
+        """The parts of the state that only some runs have, by file."""
         return {stem: part for stem, part in (("ema", self.ema), ("scale", self.scale)) if part is not None}
 
     def _reader(self, folder: Path) -> Callable[[str], Mapping[str, Tensor]]:

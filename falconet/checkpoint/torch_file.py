@@ -1,6 +1,6 @@
-"""What a torch file claims to hold, checked before torch reads it: the file may come from anyone.
+"""A check of a torch file's claims before torch reads it, because the file may come from anyone.
 
-torch runs no code of the file (`weights_only`), but it trusts sizes: a few megabytes may unpack to gigabytes, and a few
+torch runs no code from the file (`weights_only`), but trusts sizes: a few megabytes may unpack to gigabytes, and a few
 bytes of pickle may ask for any amount of memory. Here the same pickle is read with objects that do nothing.
 """
 
@@ -60,7 +60,7 @@ LARGE = (  # operations that make such objects, or remember one
 
 
 def check(path: Path) -> None:
-    """Refuse a file that holds more than its size promises, or calls anything that weights do not need."""
+    """Refuse a file that claims more than its size allows, or calls anything that weights do not need."""
     with path.open("rb") as file:
         is_zip = file.read(len(ZIP)) == ZIP
         file.seek(0)
@@ -102,7 +102,7 @@ def _too_long(path: Path) -> str:
 
 
 class _Inert(dict[Any, Any]):
-    """The result of any call; takes items and a state, and keeps only how many there are."""
+    """The result of any call; accepts items and a state, and keeps only their number."""
 
     __slots__ = ("count", "held", "item", "items_there", "text")
 
@@ -124,7 +124,7 @@ class _Inert(dict[Any, Any]):
 
 
 class _InertNamespace(_Inert):
-    """Takes only what `argparse` gives a namespace: a dictionary of names."""
+    """A namespace that accepts only the state that `argparse` gives one: a dictionary of names."""
 
     __slots__ = ()
 
@@ -155,7 +155,7 @@ class _Structure(pickle._Unpickler):
     """
 
     def __init__(self, stream: io.BytesIO, size_of: Callable[[str], int]) -> None:
-        """`size_of`: bytes that there are of a storage."""
+        """`size_of`: gives the bytes present of a storage."""
         super().__init__(stream, encoding="utf-8")
         self._size_of, self._copied, self._scanned, self.objects = size_of, 0, 0, 0
 
@@ -172,7 +172,7 @@ class _Structure(pickle._Unpickler):
         return getattr(self, f"_{called}")
 
     def load_newobj(self) -> None:
-        """Make a namespace without arguments, the one class that is made this way."""
+        """Make a namespace without arguments; no other class is made this way."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
         given, made = stack.pop(), stack.pop()
         if made != NAMESPACE or given != ():
@@ -203,7 +203,7 @@ class _Structure(pickle._Unpickler):
         return made
 
     def _tensor(self, storage: _Inert, offset: Any, size: Any, stride: Any, *rest: object) -> _Inert:
-        """Within its storage, which torch enlarges in some formats."""
+        """A tensor, which must fit into its storage, because torch enlarges storages in some formats."""
         self._count(size, stride, *rest)
         if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)):
             raise pickle.UnpicklingError("not a shape")
@@ -215,7 +215,7 @@ class _Structure(pickle._Unpickler):
         return _Inert(self._count, held=values)
 
     def _sparse(self, _layout: object, data: Any) -> _Inert:
-        """Of tensors; torch looks through all their values, and a stride of 0 may claim any number."""
+        """A sparse tensor; torch reads all of its values, and a stride of 0 may claim any number of them."""
         self._count(data)
         self._scanned += sum(part.held for part in data if isinstance(part, _Inert))
         if self._scanned > MOST_SCANNED:
@@ -231,14 +231,14 @@ class _Structure(pickle._Unpickler):
         return made
 
     def _encoded(self, text: str, encoding: str) -> _Inert:
-        """Bytes, as pickles of protocol 2 have them; other encodings would lengthen them."""
+        """Bytes as in pickles of protocol 2; other encodings would lengthen them."""
         self._count(text)
         if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
             raise pickle.UnpicklingError("GLOBAL _codecs.encode")
         return _Inert(self._count, text=True)
 
     def _bytes(self, *given: object) -> _Inert:
-        """Of bytes or text; a number would be a length."""
+        """Bytes made from bytes or text; a number would be a length."""
         self._count(*given)
         if not all(isinstance(value, str | bytes) or (isinstance(value, _Inert) and value.text) for value in given):
             raise pickle.UnpicklingError("GLOBAL builtins.bytearray")

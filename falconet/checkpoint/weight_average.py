@@ -1,6 +1,6 @@
-"""One model from several checkpoints: their mean, or their exponential average in order of training."""
+"""One checkpoint from several: the mean of their weights, or an exponential average in order of training."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,6 +8,8 @@ from typing import Literal
 from torch import Tensor
 
 from falconet.checkpoint import format
+from falconet.checkpoint.manifest import Position
+from falconet.config import options
 from falconet.errors import CheckpointError
 from falconet.report.console import counted
 
@@ -16,13 +18,25 @@ MODEL = "model"  # the stem of the file that is averaged
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
-    """How to average: the `last` checkpoints, or all of them for None."""
+    """The method of averaging; `last`: the number of checkpoints, None: all."""
 
     strategy: Literal["mean", "exponential"]
     decay: float = 0.99
     last: int | None = None
     epochs: int | None = None  # whose checkpoints are averaged, counted from the newest; None: of all
     discarded: int = 0  # number of newest checkpoints to leave out before `last` is counted
+
+
+def averaging_of(section: options.Averaging | options.Average) -> Averaging:
+    assert section.weight_avg_strategy != "none"
+    last, epochs = section.weight_avg_N, section.weight_avg_epochs if isinstance(section, options.Averaging) else None
+    return Averaging(
+        strategy=section.weight_avg_strategy,
+        decay=section.weight_avg_exp_decay,
+        last=None if last in ("all", -1) or epochs is not None else int(last),
+        epochs=epochs,
+        discarded=section.weight_avg_discard if isinstance(section, options.Average) else 0,
+    )
 
 
 def average(folders: Sequence[Path], how: Averaging) -> dict[str, Tensor]:
@@ -54,12 +68,12 @@ def average(folders: Sequence[Path], how: Averaging) -> dict[str, Tensor]:
 
 
 def select(folders: Sequence[Path], last: int | None, *, discarded: int = 0, phase: int | None = None) -> list[Path]:
-    """Choose the checkpoints to average, oldest first: no averages, each state once, then the `last` of them.
+    """Choose the checkpoints to average, oldest first: the `last` ones, without averages and duplicates.
 
-    All of one phase: `phase`, or by default the newest checkpoint's.
+    All are of one phase: `phase`, or by default the newest checkpoint's.
     """
     assert last is None or last >= 1, last
-    found: dict[tuple[object, ...], tuple[format.Progress, str, Path]] = {}
+    found: dict[tuple[object, ...], tuple[Position, str, Path]] = {}
     for folder in folders:
         manifest = format.read_manifest(folder)
         if manifest.averaged:
@@ -94,7 +108,7 @@ def _require_same(a: Path, expected: dict[str, str], b: Path, shapes: dict[str, 
 
 
 def _described(tensor: Tensor) -> str:
-    """Shape and kind; not the precision, because checkpoints of two regimes can be averaged."""
+    """The shape and kind of a tensor, without its precision, because checkpoints of two regimes can be averaged."""
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     return f"{shape} ({'float' if tensor.is_floating_point() else str(tensor.dtype).removeprefix('torch.')})"
 
@@ -109,3 +123,23 @@ def _add(running: dict[str, Tensor], newest: dict[str, Tensor], how: Averaging) 
 
 def _listed(folders: Sequence[Path]) -> str:
     return f"{len(folders)} given ({folders[0]}{', ...' if len(folders) > 1 else ''})" if folders else "none given"
+
+
+def made_of(folders: Sequence[Path], how: Averaging) -> dict[str, object]:
+    """What an average states about itself: how it was made, and of what."""
+    return {"strategy": how.strategy, "decay": how.decay, "of": [folder.name for folder in folders]}
+
+
+def write(folders: Sequence[Path], made: Mapping[str, object], *, weights: dict[str, Tensor], to: Path) -> None:
+    """Save averaged weights with the rest of the newest checkpoint's state, so that the result can be restored too."""
+    newest = folders[-1]
+    manifest = format.verify(newest)
+    others = [stem for stem in manifest.stems if stem != "model"]
+    tensors = {"model": weights} | {stem: format.read_tensors(newest, stem, verified=manifest) for stem in others}
+    content = {key: value for key, value in manifest.content.items() if key not in ("files", "digest", "metrics")}
+    format.write(to, tensors, content | {"averaged": made, "metrics": {}})
+
+
+def name_of(newest: Path, suffix: str = "") -> Path:
+    """`<model>_<data>_<epoch>_averaged` beside the others; further averages have a suffix."""
+    return newest.with_name("_".join([newest.name.partition("+")[0], "averaged", *([suffix] if suffix else [])]))

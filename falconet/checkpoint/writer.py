@@ -30,7 +30,7 @@ HASTE = 1.0  # the same after an interrupt: the other processes may not have sta
 
 
 class Saveable(Protocol):
-    """State that one process saves whole, or several save in slices."""
+    """State that one process saves as a whole, or several processes in slices."""
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]: ...
     def slices(self) -> Slices: ...
@@ -73,7 +73,7 @@ class Writer:
         self._begin(lambda: format.write(folder, snapshot, plain), after)
 
     def amend(self, folder: Path, changes: Mapping[str, object], *, after: Callable[[], None] | None = None) -> None:
-        """After the save in progress, replace entries of its manifest; if that save failed, so does this."""
+        """Replace entries of the manifest after the save in progress; if that save failed, this fails too."""
         before, plain = self._under_way, _plain(changes)
 
         def write() -> None:
@@ -84,7 +84,7 @@ class Writer:
         self._begin(write, after)
 
     def wait(self) -> None:
-        """Wait for the save in progress; raise its error, once."""
+        """Wait for the save in progress, and raise its error once."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
@@ -120,7 +120,7 @@ class Writer:
 
 @dataclass(frozen=True, kw_only=True)
 class Company:
-    """The processes that save together, as one of them sees them."""
+    """The processes that save together, seen from one of them."""
 
     rank: int
     size: int
@@ -162,7 +162,7 @@ class SharedWriter(Writer):
         self._begin(write, after if first else None)
 
     def amend(self, folder: Path, changes: Mapping[str, object], *, after: Callable[[], None] | None = None) -> None:
-        """On the first process, which writes the manifest; the others need not call it."""
+        """Replace entries of the manifest on the first process, which writes it; the others need not call this."""
         if self._company.rank == 0:
             super().amend(folder, changes, after=after)
 
@@ -175,12 +175,12 @@ class SharedWriter(Writer):
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A host copy that later updates do not change; for a GPU this waits only for the copy."""
+    """A copy on the host that later updates do not change; for a GPU, this waits only for the copy."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _plain(content: Mapping[str, object]) -> dict[str, object]:
-    """A deep copy; content that JSON cannot hold is a bug, so it fails here and not in the thread."""
+    """A deep copy of the content; if JSON cannot hold it, that is a bug, and fails here rather than in the thread."""
     plain: dict[str, object] = json.loads(json.dumps(content))
     return plain
 
@@ -258,9 +258,9 @@ def _give_up(meeting: Meeting, rank: int, text: str) -> None:
 
 
 def complete(meeting: Meeting, content: Mapping[str, object], *, patience: Callable[[], float]) -> None:
-    """On the first process: wait for all slices, then turn the folder into a checkpoint.
+    """Wait for all slices, then turn the folder into a checkpoint; called on the first process.
 
-    `patience`: how many seconds to wait while no process writes anything.
+    `patience`: the seconds to wait while no process writes anything.
     """
     try:
         refuse_to_replace_other_things(meeting.folder)

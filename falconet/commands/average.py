@@ -1,28 +1,30 @@
 """`falconet average`: average the checkpoints of a run into one."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from falconet.checkpoint import format
+from falconet.checkpoint import format, weight_average
 from falconet.checkpoint.foreign import load_weights
 from falconet.checkpoint.manifest import MANIFEST
-from falconet.checkpoint.weight_average import average, select
+from falconet.checkpoint.weight_average import average, averaging_of, select
 from falconet.config.commands import AverageOptions, TrainOptions, ValidateOptions
+from falconet.config.facts import boxes_used
 from falconet.config.load import Loaded, load_options, of_command, unused_notes
-from falconet.config.rules import boxes_used
 from falconet.config.settings import Setting
 from falconet.data.dataset import open_dataset
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.errors import CheckpointError, ConfigError
+from falconet.evaluation import saved_model
+from falconet.evaluation.running_statistics import reestimate
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import open_machine
 from falconet.report.console import Say, Screen, counted
-from falconet.train import run_folder, save, saved_model
-from falconet.train.evaluate import reestimate
+from falconet.train import run_folder
 
 
 def run(loaded: Loaded[AverageOptions]) -> int:
@@ -35,15 +37,16 @@ def run(loaded: Loaded[AverageOptions]) -> int:
     options = loaded.over(data).options
     for note in unused_notes(options, line):
         screen.line(note)
-    how = save.rule_of(options.average)
+    how = averaging_of(options.average)
     folders = select(whole, how.last, discarded=how.discarded)
     if not folders and how.discarded:
         raise ConfigError(f"--weight-avg-discard: got {how.discarded}, which leaves no checkpoint of {path}")
     if not folders:
         raise CheckpointError(f"{path}: holds only averages; expected checkpoints of training")
-    made = save.made_of(folders, how)
+    made = weight_average.made_of(folders, how)
     to = _destination(options.average.checkpoint_output_path, folders[-1], made, say=screen.line)
-    if any(to.resolve() == folder.resolve() for folder in whole if not format.read_manifest(folder).averaged):
+    trained = [folder for folder in whole if not format.read_manifest(folder).averaged]
+    if os.path.realpath(to) in map(os.path.realpath, trained):
         raise ConfigError(f"--checkpoint-output-path: {to} is a checkpoint of training; expected another name")
     to.parent.mkdir(parents=True, exist_ok=True)
     with _undisturbed(to.parent):
@@ -58,7 +61,7 @@ def run(loaded: Loaded[AverageOptions]) -> int:
             _reestimate_batchnorm(opened, folders[-1], line, images=options.average.batchnorm_images, note=screen.line)
             weights = dict(opened.model.state_dict())
         replaced = _made_otherwise(to, made)
-        save.write_average(folders, made, weights=weights, to=to)
+        weight_average.write(folders, made, weights=weights, to=to)
     screen.line(f"written to {to}{', in place of another average' if replaced else ''}")
     if options.average.validate:
         found = saved_model.measure(_opened(to, line), screen.line)
@@ -75,14 +78,14 @@ def _destination(asked: Path | None, newest: Path, made: Mapping[str, object], *
     if asked is not None and not is_folder:
         return asked
     home = newest.parent if asked is None else asked / "checkpoints" if (asked / "checkpoints").is_dir() else asked
-    to = home / save.averaged_name(newest).name
+    to = home / weight_average.name_of(newest).name
     if not _made_otherwise(to, made):
         return to
     strategy, decay, of = made["strategy"], made["decay"], made["of"]
     assert isinstance(of, list)
     kind = f"exp_{decay:.15g}" if strategy == "exponential" else strategy
     say(f"{to} is another average, and kept")
-    return home / save.averaged_name(newest, f"{kind}_{len(of)}").name
+    return home / weight_average.name_of(newest, f"{kind}_{len(of)}").name
 
 
 def _made_otherwise(folder: Path, made: Mapping[str, object]) -> bool:
@@ -138,7 +141,7 @@ def _reestimate_batchnorm(
         model=training.model.model,
         global_batch=saved_model.global_batch(training),
         seed=training.run.seed,
-        use_objects=boxes_used(training),
+        use_objects=boxes_used(training.data, training.augmentation),
         percentage=training.training.dataset_percentage,
         to_train=True,
     )

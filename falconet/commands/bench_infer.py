@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from falconet.bench.measurements import Measured, leave, settled
 from falconet.bench.timing import Predict, Series, measure_resident, measure_with_copy, try_out
 from falconet.checkpoint import format
-from falconet.config import rules
+from falconet.config import facts
 from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, of_command, typed, unused_notes
@@ -23,6 +23,7 @@ from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape, SyntheticLoader
 from falconet.errors import CheckpointError, DataError, named_option
+from falconet.evaluation import saved_model
 from falconet.models import splits
 from falconet.models.folding import Folding, fold
 from falconet.models.zoo import build_model
@@ -43,7 +44,6 @@ from falconet.report.console import Say, are
 from falconet.report.folders import RUNS
 from falconet.report.kernel_times import brief, kernel_times
 from falconet.report.styles import FALCONET, Conventions
-from falconet.train import saved_model
 
 HELD = 8  # different batches that take turns, prepared before the clock starts
 MOST = 2000  # batches of a series: enough for the 99th percentile, and minutes less than an epoch of single images
@@ -73,7 +73,7 @@ def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> in
         screen = console.screen_of(world, words=conventions.words)
         if asked > world.size:
             screen.line(f"note: {folding(asked, place=place, here=here)}")
-        stages = rules.stages_of(options.inference)
+        stages = facts.stages_of(options.inference)
         if stages > _stages(options):
             what = _in_words(device_kind(options.machine.device))
             screen.line(f"note: {stages} stages requested, {what}: the whole model predicts on one")
@@ -140,7 +140,7 @@ def _devices(options: InferOptions) -> int:
 
 def _stages(options: InferOptions) -> int:
     """Stages of a model, each on a device of its process; 1 if there are not enough devices for all of them."""
-    stages = rules.stages_of(options.inference)
+    stages = facts.stages_of(options.inference)
     return stages if device_kind(options.machine.device) == "cuda" and torch.cuda.device_count() >= stages else 1
 
 

@@ -26,6 +26,7 @@ from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError, WorldError, named_option
+from falconet.evaluation.saved_model import refuse_download
 from falconet.export import checks, triton_repository
 from falconet.export.formats import ONNX, save_onnx
 from falconet.export.graph import Graph
@@ -37,7 +38,6 @@ from falconet.parallel.world import ALONE
 from falconet.report import inference as lines
 from falconet.report.console import Say, Screen, counted
 from falconet.report.styles import FALCONET, Conventions
-from falconet.train.saved_model import refuse_download
 
 RUNNING, OURS, TRITON = "server", "falconet", "triton"  # what a server is called in the results
 HELD = 8  # different batches, used in turn

@@ -11,8 +11,8 @@ import torch
 
 import falconet
 from falconet.config.commands import DataBenchOptions
+from falconet.config.facts import boxes_used
 from falconet.config.load import Loaded, unused_notes
-from falconet.config.rules import boxes_used
 from falconet.data import input, measure
 from falconet.data.dataset import Dataset, open_to_measure
 from falconet.data.input import Input
@@ -47,7 +47,7 @@ def _measured(loaded: Loaded[DataBenchOptions], world: World) -> int:
         model=options.model.model,
         global_batch=options.data.micro_batch,
         seed=0,
-        use_objects=boxes_used(options),
+        use_objects=boxes_used(options.data, options.augmentation),
     )
     if options.bench.md5:
         return _compare_md5(images, options, say)

@@ -33,7 +33,7 @@ def run(loaded: Loaded[DataCheckOptions]) -> int:
     options = loaded.options.check
     assert options.source is not None
     for option, path in _places(options, _output(options)):
-        writing.require_writable(path, option)
+        writing.require_replaceable(path, option)
     photos = _photos(options)
     limits = Limits(
         least_side=options.smallest_side,
@@ -53,7 +53,9 @@ def run(loaded: Loaded[DataCheckOptions]) -> int:
         limits=limits,
     )
     say = Screen().line
-    for line in (*check_report.lines(checked), *_written(options, checked, photos)):
+    for line in check_report.lines(checked):
+        say(printable(line))
+    for line in _written(options, checked, photos):
         say(printable(line))
     if checked.is_partial:
         raise Interrupted

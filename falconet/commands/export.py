@@ -107,7 +107,7 @@ def run(loaded: Loaded[ExportOptions]) -> int:
         }
         content = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
         # Stray bytes of a class's name become \udc.., which JSON reads back.
-        writing.replace(folder, EXPORT_RECORD, content.encode("utf-8", "backslashreplace"))
+        writing.replace(folder, EXPORT_RECORD, content)
         move_into_place(folder, target)
     largest = max(files, key=lambda name: files[name]["bytes"])
     plain = f" ({also['bytes_in_fp32'] / 1e6:,.1f} MB in fp32)" if asked.int8 else ""
@@ -194,6 +194,11 @@ def _require_free(target: Path, *, overwrite: bool) -> None:
     """Refuse to replace anything that was not asked to be replaced, or is no export."""
     if target.is_symlink():
         raise LinkError(target, "--output")
+    try:
+        str(target).encode()
+    except UnicodeEncodeError:
+        why = "its name is not UTF-8, and the libraries that write models open no such path"
+        raise ConfigError(f"--output: {target}: {why}; expected another name") from None
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not (target / EXPORT_RECORD).is_file():

@@ -4,9 +4,10 @@ import csv
 import json
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -100,10 +101,12 @@ def _output(path: Path | None, *, is_wanted: Callable[[], bool]) -> Iterator[Tex
         yield sys.stdout  # before a progress bar takes its place
         sys.stdout.flush()
         return
-    is_plain = path.is_file() or not path.exists()  # else a pipe or a device
-    place = path.resolve()
-    aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}") if is_plain else place
+    is_plain = True  # else a pipe or a device
     try:
+        with suppress(FileNotFoundError):
+            is_plain = stat.S_ISREG(path.stat().st_mode)
+        place = path.resolve() if is_plain else path  # a link keeps leading to the file
+        aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}") if is_plain else place
         file = aside.open("x" if is_plain else "w", encoding="utf-8", errors="surrogateescape", newline="")
     except OSError as error:
         raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}") from error

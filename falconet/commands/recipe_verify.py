@@ -33,7 +33,7 @@ def run(loaded: Loaded[RecipeVerifyOptions]) -> int:
     name = _known(asked.name)
     recorded = None if asked.record else evidence_of(name)
     if asked.record:
-        writing.require_writable(asked.record, "--record")
+        writing.require_replaceable(asked.record, "--record")
     home = asked.runs if isinstance(asked.runs, Path) else folders.numbered(folders.home("runs"), f"recipe_{name}")
     say(f"{name}: {counted(asked.seeds, 'run')} in {home}")
     with none_left(), terminated_as_interrupted():

@@ -29,8 +29,7 @@ def run(loaded: Loaded[ReportOptions]) -> int:
             writing.replace(target.parent, target.name, run_page.page(runs))
         table = _table_beside(target, is_own=is_own, runs=runs)
         if table is not None:
-            text = "".join(f"{line}\n" for line in csv_lines(*runs))
-            writing.replace(table.parent, table.name, text.encode("utf-8", "backslashreplace"))  # as on the page
+            writing.replace(table.parent, table.name, "".join(f"{line}\n" for line in csv_lines(*runs)))
         drawn = plots.save(runs, target.parent) if options.save_plots else []
     except LinkError as error:
         raise LinkError(error.path, "--output") from None

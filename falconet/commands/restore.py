@@ -4,7 +4,7 @@ from falconet.checkpoint.manifest import Checkpoint, read_manifest
 from falconet.config.commands import RestoreOptions
 from falconet.config.load import Loaded
 from falconet.report.styles import FALCONET, Conventions
-from falconet.train import processes, run_folder
+from falconet.train import preparation, run_folder, workers
 from falconet.train.run import carry_out
 
 
@@ -12,5 +12,5 @@ def run(loaded: Loaded[RestoreOptions], conventions: Conventions = FALCONET) -> 
     assert loaded.checkpoint is not None
     restored = Checkpoint(loaded.checkpoint, read_manifest(loaded.checkpoint))
     conventions = run_folder.beside(restored, conventions)
-    launch = processes.prepare(run_folder.placed(loaded, restored), restored, conventions=conventions)
-    return processes.start("restore", loaded.line, launch) if processes.must_start(launch) else carry_out(launch)
+    launch = preparation.prepare(run_folder.placed(loaded, restored), restored, conventions=conventions)
+    return workers.start("restore", loaded.line, launch) if workers.must_start(launch) else carry_out(launch)

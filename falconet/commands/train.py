@@ -3,21 +3,20 @@
 import os
 from dataclasses import replace
 
-from falconet.config.commands import TrainOptions
-from falconet.config.load import Loaded
+from falconet.config.load import LoadedTraining
 from falconet.parallel import environment
 from falconet.report.styles import FALCONET, Conventions
-from falconet.train import processes, saved_model
+from falconet.train import defaults, preparation, resume, workers
 from falconet.train.run import carry_out
 
 
-def run(loaded: Loaded[TrainOptions], conventions: Conventions = FALCONET) -> int:
+def run(loaded: LoadedTraining, conventions: Conventions = FALCONET) -> int:
     # Restarted workers resume their run in the same way, perhaps in fewer processes than before.
     resumes = loaded.options.run.resume or environment.attempt(os.environ) > 0
-    loaded, notes = saved_model.with_origin(loaded)  # before the options are compared with those of a run to resume
-    restored = processes.earlier(loaded, conventions) if resumes else None
+    loaded, notes = defaults.with_origin(loaded)  # before the options are compared with those of a run to resume
+    restored = resume.earlier(loaded, conventions) if resumes else None
     if restored:
         loaded = loaded.over(restored.manifest.config)
-    launch = processes.prepare(loaded, restored, conventions=conventions)
+    launch = preparation.prepare(loaded, restored, conventions=conventions)
     launch = replace(launch, notes=(*notes, *launch.notes))
-    return processes.start("train", loaded.line, launch) if processes.must_start(launch) else carry_out(launch)
+    return workers.start("train", loaded.line, launch) if workers.must_start(launch) else carry_out(launch)

@@ -14,21 +14,23 @@ from torch import Tensor
 from falconet import writing
 from falconet.checkpoint import format
 from falconet.config.commands import ValidateOptions
+from falconet.config.facts import PHOTO_KINDS
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, typed, unused_notes
-from falconet.config.rules import PHOTOS
 from falconet.config.settings import Setting
 from falconet.data.loader import stretch
 from falconet.errors import CheckpointError, ConfigError, named_option
+from falconet.evaluation import accuracy_table, breakdown, saved_model
+from falconet.evaluation.accuracy_table import Accuracy
+from falconet.evaluation.breakdown import Breakdown, Collected, MultiLabelPredictions, Precisions, Predictions
+from falconet.evaluation.evaluate import Evaluation, Observe, overlook, require_accuracy
 from falconet.models import views
 from falconet.parallel import environment
 from falconet.parallel.world import World, open_machine
 from falconet.report import console
 from falconet.report.console import Counting, Say
 from falconet.report.styles import FALCONET, Conventions, Origin, RunLog, Validated
-from falconet.train import breakdown, evaluate, processes, saved_model
-from falconet.train.breakdown import Breakdown, Collected, MultiLabelPredictions, Precisions, Predictions
-from falconet.train.evaluate import Accuracy, Evaluation, Observe, overlook
+from falconet.train import processes
 
 Measured = tuple[saved_model.Opened, Evaluation, float]  # seconds for the images
 
@@ -61,11 +63,11 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
     style = conventions.style(RunLog(screen.line, folder if world.is_first else None))
     if not style.tabulates:  # its file, beside the checkpoints, grows; ours is one table, replaced each time
         for opened in _opened(loaded, screen.line, world):
-            evaluate.require_accuracy(opened.images, "falconet validate")
+            require_accuracy(opened.images, "falconet validate")
             style.validated(_validated(_timed(opened, stated, world, say), count=world.size))
         return 0
     if world.is_first:
-        writing.require_writable(stated.table.output or folder / evaluate.ACCURACIES_FILE, "--output")
+        writing.require_writable(stated.table.output or folder / accuracy_table.FILE, "--output")
     rows: list[Accuracy] = []
     details: list[dict[str, object]] = []
     better: list[Breakdown | Precisions] = []
@@ -85,15 +87,15 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
         rows.append(Accuracy(name=opened.name, epoch=opened.epoch, found=found, classes=len(opened.class_names)))
         details.append(breakdown.measured_json(opened.name, opened.epoch, found, parts))
         better += [parts] if opened.is_better else []
-    table = evaluate.tabulate_accuracies(rows)
+    table = accuracy_table.tabulate(rows)
     if not world.is_first:
         return 0
-    evaluate.show_accuracies(table, screen.line)
+    accuracy_table.show(table, screen.line)
     for text in (*better[0].lines(), "") if len(better) == 1 else ():
         screen.line(text)
     named, also = stated.table.output is not None, output.with_suffix(".json")
-    evaluate.write_accuracies(table, output, option="--output", named=named)
-    evaluate.write_result(json.dumps({"models": details}) + "\n", also, option="--output", named=named)
+    accuracy_table.write(table, output, option="--output", named=named)
+    accuracy_table.write_result(json.dumps({"models": details}) + "\n", also, option="--output", named=named)
     screen.line(f"written to {output} and {also}")
     if stated.table.predictions:
         screen.line(f"predictions of every image written to {stated.table.predictions}")
@@ -102,7 +104,8 @@ def _measured(loaded: Loaded[ValidateOptions], conventions: Conventions, world: 
 
 def _require_apart(predictions: Path | None, table: Path) -> None:
     """Predictions are written first: the table, or its details beside it, would replace them."""
-    if predictions and predictions.resolve() in (table.resolve(), table.with_suffix(".json").resolve()):
+    written = [os.path.realpath(path) for path in (table, table.with_suffix(".json"))]
+    if predictions and os.path.realpath(predictions) in written:
         raise ConfigError(f"--predictions: {predictions} is also written by --output; expected another file")
 
 
@@ -254,16 +257,16 @@ def _named(path: Path) -> Path:
 
 def _file_name(path: Path | None, opened: saved_model.Opened) -> str:
     """The table of a run or a folder; one model's is named after it, and after photos that are not its run's own."""
-    data, named = opened.options.data, [Path(evaluate.ACCURACIES_FILE).stem]
+    data, named = opened.options.data, [Path(accuracy_table.FILE).stem]
     if path is None or _is_one(path):
         named.append(Path(opened.name).name if path is None else _named(path).name)
     if opened.other_data is not None:
         named.append(_name_of(opened.other_data))
     elif path is None or path.is_file():  # weights have no data of their own
-        named.append(_name_of(data.data_dir) if data.data in PHOTOS and data.data_dir else data.data)
+        named.append(_name_of(data.data_dir) if data.data in PHOTO_KINDS and data.data_dir else data.data)
     return f"{'-'.join(named)}.csv"
 
 
 def _name_of(photos: Path) -> str:
-    place = photos.resolve()
+    place = Path(os.path.realpath(photos))
     return place.name if place.is_dir() else place.stem

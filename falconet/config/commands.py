@@ -54,12 +54,12 @@ from falconet.config.options import (
 
 
 class Command:
-    """A command's example and options, beside its docstring; a subclass has its sections of options as fields."""
+    """A command's example and options, besides its docstring; a subclass has its sections of options as fields."""
 
     example: ClassVar[str]
     common: ClassVar[tuple[str, ...]] = ()  # the options that the help shows first; empty: all, under their headings
     arguments: ClassVar[tuple[str, ...]] = ()  # options that may be given by position, in this order
-    instead: ClassVar[Mapping[str, str]] = {}  # options in whose presence an argument is not given: option -> argument
+    instead: ClassVar[Mapping[str, str]] = {}  # option -> the argument that is not given beside it
     optional: ClassVar[tuple[str, ...]] = ()  # arguments that may be left out
 
 
@@ -107,7 +107,7 @@ class SearchOptions(TrainOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(TrainOptions):
-    """Report what this machine has and whether it works; of a training, which part limits it and what to change."""
+    """Report what this machine has and whether it works; for a training run, what limits it and what to change."""
 
     example = "falconet doctor photos/ --model resnet50"
     common = (
@@ -182,7 +182,7 @@ class AverageOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(Command):
-    """Name the classes of photos, with their probabilities."""
+    """Predict the classes of photos, with their probabilities."""
 
     example = "falconet predict runs/my-run photo.jpg more-photos/ --top 3"
     arguments = ("checkpoint-input-path", "photos")
@@ -334,7 +334,7 @@ class PackOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class DataCheckOptions(Command):
-    """Decode every photo and report broken and unusual ones, copies, and badly divided classes."""
+    """Decode every photo, and report broken and unusual ones, copies, and badly divided classes."""
 
     example = "falconet data check photos --html check.html --exclude-list broken.txt"
     arguments = ("source",)
@@ -402,7 +402,7 @@ class ConfigsOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeVerifyOptions(Command):
-    """Train a named config again, and say whether it still reaches what was recorded; exit code 1 if not."""
+    """Train a named config again, and report whether it still reaches what was recorded; exit code 1 if not."""
 
     example = "falconet recipe verify digits --seeds 3"
     arguments = ("name",)

@@ -4,15 +4,15 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from falconet.config.commands import COMMANDS, InferOptions, TrainOptions
+from falconet.config.facts import stages_of
 from falconet.config.fields import Option, options_of
 from falconet.config.help import default_of, sections_in_order, title
 from falconet.config.load import parse
 from falconet.config.recipes import EXTENDS, Use, about, all_configs, deviations, families, from_config, use_of
-from falconet.config.rules import stages_of
 
 
 def options_page() -> str:
-    """The whole page; a section shared by several commands is shown once."""
+    """The page of all options; a section shared by several commands is shown once."""
     return "\n".join(_lines()) + "\n"
 
 
@@ -73,7 +73,7 @@ from its documents, its vendor's page or its public MLPerf logs, on its hardware
 
 
 def configs_page() -> str:
-    """The whole page."""
+    """The page of all named configs."""
     return "\n".join([INTRODUCTION, *(line for family in families() for line in _family(family))])
 
 

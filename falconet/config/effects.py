@@ -1,15 +1,33 @@
-"""Which options have no effect without which others: one table for training, one for every other command."""
+"""Options that have no effect without others: a table for training, and one for every other command."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from falconet.config import commands, rules
+from falconet.config import commands
 from falconet.config.commands import TrainOptions
+from falconet.config.facts import (
+    PHOTO_KINDS,
+    averages,
+    boxes_used,
+    crops,
+    crops_photos,
+    is_stored,
+    recompute_mode,
+    uses_cutmix,
+)
 from falconet.config.fields import options_of, value_of
 from falconet.config.options import Augmentation, Data, Machine, Model
-from falconet.config.rules import PHOTOS, averages, crops, crops_photos, objects_by_area, recompute_mode, uses_cutmix
 from falconet.config.settings import LINE, is_asked_for
+
+OptionsT = TypeVar("OptionsT")
+Row = tuple[str, str, Callable[[OptionsT], bool]]  # an option, what follows "has no effect", when it has one
+
+
+def _each(names: Iterable[str], why: str, holds: Callable[[OptionsT], bool]) -> list[Row[OptionsT]]:
+    """Rows with the same reason and condition. `holds` is a named function: mypy does not look into a lambda here."""
+    return [(name, why, holds) for name in names]
 
 
 def _optimizer_in(*names: str) -> Callable[[TrainOptions], bool]:
@@ -20,8 +38,20 @@ def _schedule_in(*names: str) -> Callable[[TrainOptions], bool]:
     return lambda options: options.learning_rate.lr_schedule in names
 
 
+def _has_batch_norm(options: TrainOptions) -> bool:
+    return options.model.norm_type == "batch"
+
+
+def _has_proxy_norm(options: TrainOptions) -> bool:
+    return options.model.proxy_norm
+
+
 def _random_data(options: TrainOptions) -> bool:
-    return options.data.data in ("generated", "synthetic")
+    return not _stored_data(options)
+
+
+def _stored_data(options: TrainOptions) -> bool:
+    return is_stored(options.data)
 
 
 def _host_data(options: TrainOptions) -> bool:
@@ -29,7 +59,7 @@ def _host_data(options: TrainOptions) -> bool:
 
 
 def _photos(options: TrainOptions) -> bool:
-    return options.data.data in PHOTOS
+    return options.data.data in PHOTO_KINDS
 
 
 def _may_use_cuda(options: TrainOptions) -> bool:
@@ -56,19 +86,46 @@ def _may_flip(options: TrainOptions) -> bool:
     return options.augmentation.augment in ("auto", "shift-flip", "crop-flip")
 
 
+def _may_crop(options: TrainOptions) -> bool:
+    return crops(options.augmentation)
+
+
+def _crops_photos(options: TrainOptions) -> bool:
+    return crops_photos(options.data, options.augmentation)
+
+
+def _objects_by_area(options: TrainOptions) -> bool:
+    """Whether the overlap with objects can be chosen; TensorFlow's draw fixes it."""
+    return boxes_used(options.data, options.augmentation) != "no" and options.augmentation.crop_draw == "area"
+
+
 def _augments_by(name: str) -> Callable[[TrainOptions], bool]:
     return lambda options: options.augmentation.auto_augment == name
 
 
 def _pads_shortcuts(options: TrainOptions) -> bool:
-    """Whether shortcuts have zero channels: by --shortcut-type, or in the CIFAR networks of basic blocks."""
+    """Whether shortcuts have zero channels: by --shortcut-type, or by default in CIFAR networks of basic blocks."""
     kind, name = options.model.shortcut_type, options.model.model
     return kind == "A" or (kind == "auto" and name in CIFAR_BASIC)
 
 
 def _draws_weights(options: TrainOptions) -> bool:
-    """Not where weights are read: by restore from its checkpoint, or from --init-path."""
-    return options.training.init_path is None and not hasattr(options, "input")
+    """Whether weights are drawn, not read: restore reads its checkpoint's, --init-path a file's."""
+    return options.training.init_path is None and not isinstance(options, commands.RestoreOptions)
+
+
+def _normalises_by_dataset(options: TrainOptions) -> bool:
+    """Whether pixels are normalised by the mean and deviation of the whole dataset."""
+    return options.data.normalization_location != "none" and options.data.normalization == "deviation"
+
+
+def _validates_whole(options: TrainOptions) -> bool:
+    """Whether one process validates with the whole model; stages pass on micro-batches."""
+    return options.validation.validation_mode != "none" and not options.parallel.pipeline_splits
+
+
+def _fine_tunes(options: TrainOptions) -> bool:
+    return options.fine_tuning.half_res_training
 
 
 CIFAR_BASIC = tuple(f"resnet{depth}-cifar" for depth in (8, 14, 20, 32, 44, 56, 110))
@@ -94,7 +151,7 @@ _PHOTO_OPTIONS = ("decode-device", "dataset-cache", "val-fraction", "check-image
 _FINE_TUNE_OPTIONS = ("epoch", "lr", "micro-batch-size", "gradient-accumulation", "first-trainable-layer")
 _PROCESS_OPTIONS = ("strict-devices", "max-restarts", "collective-timeout")
 
-EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
+EFFECTIVE_WHEN: tuple[Row[TrainOptions], ...] = (  # what follows "has no effect without"
     (
         "frozen-batchnorm",
         "--freeze or --trainable",
@@ -107,18 +164,18 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         lambda options: options.logging.log_interval is None,
     ),
     ("save-plots", "--report", lambda options: options.logging.report),
-    *((name, "--optimizer muon", _optimizer_in("muon")) for name in ("muon-momentum", "muon-steps", "muon-rescale")),
+    *_each(("muon-momentum", "muon-steps", "muon-rescale"), "--optimizer muon", _optimizer_in("muon")),
     ("momentum", "--optimizer sgd, rmsprop, lars or muon", lambda options: options.optimizer.optimizer != "adamw"),
     ("optimizer-eps", "--optimizer adamw, rmsprop or lars", _optimizer_in("adamw", "rmsprop", "rmsprop_tf", "lars")),
     ("rmsprop-decay", "--optimizer rmsprop", _optimizer_in("rmsprop", "rmsprop_tf")),
-    *((name, "--optimizer lars", _optimizer_in("lars")) for name in ("lars-eeta", "lars-skip")),
+    *_each(("lars-eeta", "lars-skip"), "--optimizer lars", _optimizer_in("lars")),
     ("lr-decay", "--lr-schedule step or exponential", _schedule_in("step", "exponential")),
     ("lr-scheduler-freq", "a number per epoch: --lr-changes replaces it", lambda o: o.learning_rate.lr_changes is None),
     ("lr-epoch-decay", "--lr-schedule step", _schedule_in("step")),
     ("lr-drop-shares", "--lr-schedule step", _schedule_in("step")),
     ("lr-power", "--lr-schedule polynomial", _schedule_in("polynomial")),
     ("lr-end-ratio", "--lr-schedule polynomial", _schedule_in("polynomial")),
-    *((name, "new weights: they are read from a file", _draws_weights) for name in ("weight-init", "zero-init")),
+    *_each(("weight-init", "zero-init"), "new weights: they are read from a file", _draws_weights),
     ("shortcut-padding", "shortcuts of zero channels, as in resnet20-cifar or with --shortcut-type A", _pads_shortcuts),
     ("norm-num-groups", "--norm-type group", lambda options: options.model.norm_type == "group"),
     (
@@ -127,35 +184,32 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         lambda options: options.model.norm_type == "group" and options.model.norm_grouping == "contiguous",
     ),
     ("norm-grouping", "--norm-type group", lambda options: options.model.norm_type == "group"),
-    *((name, "--norm-type batch", lambda options: options.model.norm_type == "batch") for name in _BATCH_NORM_OPTIONS),
+    *_each(_BATCH_NORM_OPTIONS, "--norm-type batch", _has_batch_norm),
     ("norm-eps", "--norm-type batch or group", lambda options: options.model.norm_type != "none"),
-    *((f"proxy-{name}", "--proxy-norm", lambda o: o.model.proxy_norm) for name in ("epsilon", "recompute")),
+    *_each(("proxy-epsilon", "proxy-recompute"), "--proxy-norm", _has_proxy_norm),
     ("conv-bias", "--norm-type none", lambda options: options.model.norm_type == "none"),
     ("iterations", "--data generated or synthetic", _random_data),
     ("validation-images", "--data generated", lambda options: options.data.data == "generated"),
-    *((name, "--data other than generated and synthetic", rules.is_stored) for name in _KEPT_OPTIONS),
+    *_each(_KEPT_OPTIONS, "--data other than generated and synthetic", _stored_data),
     ("validation-crop-ratio", "--validation-crop auto or centre", lambda o: o.data.validation_crop != "whole"),
     ("classes", "--data generated or synthetic", _random_data),
-    *((name, "--data imagenet or folder, and --augment crop-flip or auto", crops_photos) for name in _BOX_OPTIONS),
-    *((name, "--augment crop-flip or auto", crops) for name in ("crop-area", "crop-draw")),
-    *((name, "--use-bbox-info and --crop-draw area", objects_by_area) for name in _OBJECT_OPTIONS),
-    *((name, "--augment shift, shift-flip or auto", _may_shift) for name in ("shift-reach", "shift-padding")),
+    *_each(_BOX_OPTIONS, "--data imagenet or folder, and --augment crop-flip or auto", _crops_photos),
+    *_each(("crop-area", "crop-draw"), "--augment crop-flip or auto", _may_crop),
+    *_each(_OBJECT_OPTIONS, "--use-bbox-info and --crop-draw area", _objects_by_area),
+    *_each(("shift-reach", "shift-padding"), "--augment shift, shift-flip or auto", _may_shift),
     ("flip", "--augment shift-flip, crop-flip or auto", _may_flip),
     ("sampler", "data from the host (not --data synthetic)", _host_data),
     ("data-dir", "--data imagenet, folder, cifar10 or cifar100", lambda options: options.data.data not in _OWN_DATA),
-    *(
-        (f"randaugment-{name}", "--auto-augment randaugment", _augments_by("randaugment"))
-        for name in ("ops", "magnitude")
-    ),
+    *_each(("randaugment-ops", "randaugment-magnitude"), "--auto-augment randaugment", _augments_by("randaugment")),
     ("autoaugment-policy", "--auto-augment autoaugment", _augments_by("autoaugment")),
     ("cutmix-disable-prob", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("cutmix-draw", "--cutmix-lambda-low and -high", lambda options: uses_cutmix(options.augmentation)),
     ("normalization", "--normalization-location host or device", lambda o: o.data.normalization_location != "none"),
-    *((name, "--normalization deviation", rules.normalises_by_dataset) for name in ("pixel-mean", "pixel-deviation")),
+    *_each(("pixel-mean", "pixel-deviation"), "--normalization deviation", _normalises_by_dataset),
     ("validation-frequency", "--validation-mode during", lambda o: o.validation.validation_mode == "during"),
     ("early-stopping", "--validation-mode during", lambda o: o.validation.validation_mode == "during"),
     ("tta", "--validation-mode during or after", lambda o: o.validation.validation_mode != "none"),
-    ("validation-batch-size", "--validation-mode during or after, and one stage", rules.validates_whole),
+    ("validation-batch-size", "--validation-mode during or after, and one stage", _validates_whole),
     (
         "weight-avg-exp-decay",
         "--weight-avg-strategy exponential",
@@ -164,13 +218,10 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
     (
         "weight-avg-N",
         "--weight-avg-strategy, or with --weight-avg-epochs",
-        lambda o: averages(o) and o.averaging.weight_avg_epochs is None,
+        lambda o: averages(o.averaging) and o.averaging.weight_avg_epochs is None,
     ),
-    ("weight-avg-epochs", "--weight-avg-strategy", averages),
-    *(
-        (f"fine-tune-{name}", "--half-res-training", lambda o: o.fine_tuning.half_res_training)
-        for name in _FINE_TUNE_OPTIONS
-    ),
+    ("weight-avg-epochs", "--weight-avg-strategy", lambda o: averages(o.averaging)),
+    *_each((f"fine-tune-{name}" for name in _FINE_TUNE_OPTIONS), "--half-res-training", _fine_tunes),
     (
         "enable-stochastic-rounding",
         "--precision 16.16 or bf16.bf16, which write 16-bit weights",
@@ -192,28 +243,26 @@ EFFECTIVE_WHEN: tuple[tuple[str, str, Callable[[TrainOptions], bool]], ...] = (
         "an optimizer with state, such as --momentum above 0",
         lambda options: options.optimizer.momentum > 0 or options.optimizer.optimizer not in ("sgd", "sgd_combined"),
     ),
-    *((name, "data from the host (not --data synthetic)", _host_data) for name in _HOST_OPTIONS),
-    *((name, "--data imagenet or folder", _photos) for name in _PHOTO_OPTIONS),
+    *_each(_HOST_OPTIONS, "data from the host (not --data synthetic)", _host_data),
+    *_each(_PHOTO_OPTIONS, "--data imagenet or folder", _photos),
     ("dataset-cache", "--decode-device cpu", lambda options: options.data.decode_device != "cuda"),
-    *((name, "--replicas", _has_replicas) for name in ("enable-optimizer-rts", "identical-replica-seeding")),
-    *((name, "--replicas or --pipeline-splits", _has_processes) for name in _PROCESS_OPTIONS),
+    *_each(("enable-optimizer-rts", "identical-replica-seeding"), "--replicas", _has_replicas),
+    *_each(_PROCESS_OPTIONS, "--replicas or --pipeline-splits", _has_processes),
     ("pipeline-schedule", "--pipeline-splits", _has_stages),
     ("wandb-project", "--wandb", lambda options: options.logging.wandb),
-    *((name, "--device cuda or auto", _may_use_cuda) for name in ("capture", "model-cache-path")),
+    *_each(("capture", "model-cache-path"), "--device cuda or auto", _may_use_cuda),
 )
 
-REPLACED_BY = {  # by another option that states the same in another way
+REPLACED_BY = {  # by another option, which states the same in another way
     "epoch": "updates",
     "logs-per-epoch": "log-interval",
     "lr-scheduler-freq": "lr-changes",
     "weight-avg-N": "weight-avg-epochs",
 }
 
-Row = tuple[str, str, Callable[[Any], bool]]  # an option, what follows "has no effect", when it has one
-
 
 def notes(options: object, sources: Mapping[str, str]) -> Iterator[str]:
-    """One line for each option that was asked for and has no effect here; none where the line overrides a config."""
+    """A line for each option that was asked for and has no effect, unless the command line replaced it."""
     known = options_of(type(options))
     for name, why in unused(options).items():
         changed = value_of(options, known[name]) != known[name].default  # a run's config.yaml names every default
@@ -223,7 +272,7 @@ def notes(options: object, sources: Mapping[str, str]) -> Iterator[str]:
 
 
 def unused(options: object) -> dict[str, str]:
-    """Every option without effect here, and why."""
+    """Every option without effect, and why."""
     found: dict[str, str] = {}
     for name, why, holds in ELSEWHERE.get(type(options), ()):
         if not holds(options):
@@ -239,7 +288,7 @@ def unused(options: object) -> dict[str, str]:
 
 
 def _as_training(options: object) -> commands.TrainOptions:
-    """A training with the sections that a command shares with it, and defaults for the others."""
+    """Options of training with the sections that a command shares with it, and defaults for the others."""
     if isinstance(options, commands.TrainOptions):
         return options
     shared = {section.name for section in fields(commands.TrainOptions)}
@@ -258,92 +307,112 @@ def _runs_a_model(options: commands.AverageOptions) -> bool:
     return options.average.validate or options.average.batchnorm_images > 0
 
 
-def _has_checkpoints(options: Any) -> bool:
+_Opening = commands.PredictOptions | commands.ExportOptions
+_Reading = _Opening | commands.ValidateOptions | commands.InferOptions | commands.BenchServeOptions
+
+
+def _has_checkpoints(options: _Reading) -> bool:
     path = options.input.checkpoint_input_path
     return path is not None and not path.is_file()
 
 
-def _opens_checkpoints(options: Any) -> bool:
-    """Whether prediction or export takes the model out of a folder of checkpoints."""
+def _opens_checkpoints(options: _Opening) -> bool:
+    """Whether prediction or export takes its model from a folder of checkpoints."""
     weights = options.pretrained.pretrained
-    return _has_checkpoints(options) or (weights not in ("none", "published") and not weights.is_file())
+    return _has_checkpoints(options) or (isinstance(weights, Path) and not weights.is_file())
 
 
-def _opens_no_checkpoints(options: Any) -> bool:
+def _opens_no_checkpoints(options: _Opening) -> bool:
     return not _opens_checkpoints(options)
+
+
+def _quantises(options: commands.ExportOptions) -> bool:
+    return options.export.int8
+
+
+def _trains_on_it(options: commands.DataBenchOptions) -> bool:
+    return options.bench.split == "train"
+
+
+def _measures(options: commands.DataBenchOptions) -> bool:
+    return not options.bench.md5
 
 
 _ONLY_IN_TRAINING = (
     *("batchnorm-momentum", "disable-stable-batchnorm", "efficientnet-dropout", "efficientnet-drop-path"),
     *("weight-init", "zero-init"),
 )
-_NOT_TRAINED: tuple[Row, ...] = tuple((name, "on a model that is not trained", _never) for name in _ONLY_IN_TRAINING)
+_NOT_TRAINED = _each(_ONLY_IN_TRAINING, "on a model that is not being trained", _never)
 _NOT_MIXED = ("label_smoothing", "mixup_alpha", "cutmix_lambda_low", "cutmix_lambda_high", "cutmix_disable_prob")
 _ALONE = "on the input pipeline, which has no model"
-_UNVALIDATED: Row = ("validation-batch-size", "because nothing is validated", _never)
-_ALL_LEFT_OUT: tuple[Row, ...] = tuple(
-    (name, "outside training: every image that cannot be decoded is left out", _never)
-    for name in ("bad-images-allowed", "check-images")
+_UNVALIDATED = ("validation-batch-size", "because nothing is validated", _never)
+_ALL_LEFT_OUT = _each(
+    ("bad-images-allowed", "check-images"),
+    "outside training: every image that cannot be decoded is left out",
+    _never,
 )
 
-_NO_CHOICE: Row = ("checkpoint", "without a folder to choose from", _has_checkpoints)
+_NO_CHOICE = ("checkpoint", "without a folder to choose from", _has_checkpoints)
 
-ELSEWHERE: dict[type[object], tuple[Row, ...]] = {
-    commands.ValidateOptions: (*_NOT_TRAINED, *_ALL_LEFT_OUT, _NO_CHOICE),
-    commands.BenchServeOptions: (*_NOT_TRAINED, _UNVALIDATED, *_ALL_LEFT_OUT, _NO_CHOICE),
-    commands.InferOptions: (
-        *_NOT_TRAINED,
-        _UNVALIDATED,
-        *_ALL_LEFT_OUT,
-        ("dataset-cache", "because batches are read once, before the clock starts", _never),
-        _NO_CHOICE,
-        ("weights", "with --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
-    ),
-    commands.PredictOptions: (
-        *_NOT_TRAINED,
-        ("checkpoint", "without a folder to choose from", _opens_checkpoints),
-        *((name, "on a checkpoint, which has its own", _opens_no_checkpoints) for name in ("image-size", "classes")),
-    ),
-    commands.ExportOptions: (
-        *_NOT_TRAINED,
-        ("checkpoint", "without a folder to choose from", _opens_checkpoints),
-        *((name, "with a checkpoint, which has its own", _opens_no_checkpoints) for name in ("image-size", "classes")),
-        ("precision", "on an export, which is fp32, or fp16 with --half", _never),
-        *((name, "without --int8", lambda o: o.export.int8) for name in ("calibration-images", "reduce-range")),
-        ("val-fraction", "without --int8 and --photos", lambda o: o.export.int8 and o.export.photos is not None),
-        ("preprocessing", "with --format timm, whose config.json has it", lambda o: o.export.format != "timm"),
-        ("half", "with --format timm, which opens fp32 weights", lambda o: o.export.format != "timm"),
-        ("device", "without --format aoti: the file is for any device", lambda o: o.export.format == "aoti"),
-        ("capture", "on an export: the program that runs the file may capture it", _never),
-    ),
-    commands.AverageOptions: (
-        *(
-            (name, "without --validate or --batchnorm-images", _runs_a_model)
-            for section in (Data, Machine)
-            for name in _names(section)
+
+def _in(command: type[OptionsT], *rows: Row[OptionsT]) -> tuple[type[object], tuple[Row[Any], ...]]:
+    """A command with its rows; mypy checks that their conditions take its options."""
+    return command, rows
+
+
+ELSEWHERE = dict(
+    (
+        _in(commands.ValidateOptions, *_NOT_TRAINED, *_ALL_LEFT_OUT, _NO_CHOICE),
+        _in(commands.BenchServeOptions, *_NOT_TRAINED, _UNVALIDATED, *_ALL_LEFT_OUT, _NO_CHOICE),
+        _in(
+            commands.InferOptions,
+            *_NOT_TRAINED,
+            _UNVALIDATED,
+            *_ALL_LEFT_OUT,
+            ("dataset-cache", "because batches are read once, before the clock starts", _never),
+            _NO_CHOICE,
+            ("weights", "with --checkpoint-input-path", lambda options: options.input.checkpoint_input_path is None),
         ),
-        (
-            "weight-avg-exp-decay",
-            "without --weight-avg-strategy exponential",
-            lambda options: options.average.weight_avg_strategy == "exponential",
+        _in(
+            commands.PredictOptions,
+            *_NOT_TRAINED,
+            ("checkpoint", "without a folder to choose from", _opens_checkpoints),
+            *_each(("image-size", "classes"), "on a checkpoint, which has its own", _opens_no_checkpoints),
         ),
-    ),
-    commands.DataBenchOptions: (
-        _UNVALIDATED,
-        *((name, _ALONE, _never) for name in _names(Model, but=("model",))),
-        *((name.replace("_", "-"), _ALONE, _never) for name in _NOT_MIXED),
-        *((name, _ALONE, _never) for name in ("deterministic", "capture", "model-cache-path")),
-        *(
-            (name, "without --split train", lambda options: options.bench.split == "train")
-            for name in _names(Augmentation, but=_NOT_MIXED)
+        _in(
+            commands.ExportOptions,
+            *_NOT_TRAINED,
+            ("checkpoint", "without a folder to choose from", _opens_checkpoints),
+            *_each(("image-size", "classes"), "with a checkpoint, which has its own", _opens_no_checkpoints),
+            ("precision", "on an export, which is fp32, or fp16 with --half", _never),
+            *_each(("calibration-images", "reduce-range"), "without --int8", _quantises),
+            ("val-fraction", "without --int8 and --photos", lambda o: o.export.int8 and o.export.photos is not None),
+            ("preprocessing", "with --format timm, whose config.json has it", lambda o: o.export.format != "timm"),
+            ("half", "with --format timm, which opens fp32 weights", lambda o: o.export.format != "timm"),
+            ("device", "without --format aoti: the file is for any device", lambda o: o.export.format == "aoti"),
+            ("capture", "on an export: the program that runs the file may capture it", _never),
         ),
-        *(
-            (name, "with --md5", lambda options: not options.bench.md5)
-            for name in ("split", "seconds", "passes", "output")
+        _in(
+            commands.AverageOptions,
+            *_each((*_names(Data), *_names(Machine)), "without --validate or --batchnorm-images", _runs_a_model),
+            (
+                "weight-avg-exp-decay",
+                "without --weight-avg-strategy exponential",
+                lambda options: options.average.weight_avg_strategy == "exponential",
+            ),
         ),
-    ),
-}
-# Options that have an effect in a command where the same line would have none in training.
+        _in(
+            commands.DataBenchOptions,
+            _UNVALIDATED,
+            *_each(_names(Model, but=("model",)), _ALONE, _never),
+            *_each((name.replace("_", "-") for name in _NOT_MIXED), _ALONE, _never),
+            *_each(("deterministic", "capture", "model-cache-path"), _ALONE, _never),
+            *_each(_names(Augmentation, but=_NOT_MIXED), "without --split train", _trains_on_it),
+            *_each(("split", "seconds", "passes", "output"), "with --md5", _measures),
+        ),
+    )
+)
+# Options that have an effect in a command although the same line would have none in training.
 OTHERWISE = {
     (commands.InferOptions, "iterations"),
     (commands.BenchServeOptions, "iterations"),

@@ -1,4 +1,4 @@
-"""What named configs reached when they were trained here: one small JSON file each, written by `recipe verify`."""
+"""Evidence: what named configs reached when they were trained here, one JSON file each, from `recipe verify`."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from pathlib import Path
 from falconet.errors import ConfigError
 
 LEAST_MARGIN = 0.1  # percent: below it, the same recipe differs by a few images
-DEVIATIONS = 2.0  # by which a mean may be lower and still hold: one in forty is, if nothing has changed
+DEVIATIONS = 2.0  # by which a mean may be lower and still agree: one in forty is, by chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,9 @@ class TrainedOnce:
     """One run of a recipe."""
 
     seed: int
-    accuracy: float  # percent, of the last validation; not of the best, which would be chosen by what it measures
-    seconds: float  # of training, without the start, validations and checkpoints
-    images: int  # that were validated
+    accuracy: float  # percent, in the last validation; the best would be chosen by what it measures
+    seconds: float  # training alone, without the start, validations and checkpoints
+    images: int  # validated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class Evidence:
     recipe: str
     device: str
     versions: Mapping[str, str]  # of libraries, by name
-    date: str  # of the last run, as in 2026-11-18
-    command: str  # that repeats them
+    date: str  # day of the last run, as in 2026-11-18
+    command: str  # repeats them
     runs: tuple[TrainedOnce, ...] = field(default=())
 
     @property
@@ -42,7 +42,7 @@ class Evidence:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation of single runs; None: there is only one."""
+        """The standard deviation between runs; None if there is only one."""
         return statistics.stdev(run.accuracy for run in self.runs) if len(self.runs) > 1 else None
 
     @property
@@ -50,7 +50,7 @@ class Evidence:
         return statistics.median(run.seconds for run in self.runs)
 
     def least(self, runs: int) -> float:
-        """The mean of so many runs that still agrees with this one."""
+        """The lowest mean of this many runs that still agrees with the evidence."""
         error = DEVIATIONS * (self.spread or 0.0) * math.sqrt(1 / len(self.runs) + 1 / runs)
         return self.mean - max(LEAST_MARGIN, error)
 
@@ -63,7 +63,7 @@ class Evidence:
 
 
 def all_evidence() -> dict[str, Evidence]:
-    """By recipe, for those that were trained here."""
+    """All evidence, by recipe."""
     return {each.recipe: each for each in _shipped()}
 
 
@@ -76,7 +76,7 @@ def evidence_of(recipe: str) -> Evidence:
 
 
 def read(path: Path) -> Evidence:
-    """An evidence file of ours."""
+    """Read an evidence file."""
     try:
         content = json.loads(path.read_text())
         found = Evidence(**{**content, "runs": tuple(TrainedOnce(**run) for run in content["runs"])})

@@ -16,21 +16,22 @@ from falconet.errors import DataError
 Auto = Literal["auto"]
 ORIGIN = "origin"  # the key in a field's metadata
 UNSET = "None"  # what is typed to remove a stored value
-WHOLE_OR_NOT = int | float  # usually whole: searches try whole numbers only
+PHOTO_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")  # of files, in lower case
+WHOLE_OR_NOT = int | float  # usually whole: a search tries whole numbers only
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the value of an option may come from."""
+    """Where an option's value may come from."""
 
     local: bool  # never from a checkpoint
-    again: str = ""  # what repeating it on the line of `restore` does, in words; empty: not worth a note
-    bare: str = ""  # the value that it has if it is typed without one; empty: it needs a value
+    again: str = ""  # what typing it again with `restore` does, in words; empty: no note
+    bare: str = ""  # the value that the option alone stands for; empty: it needs a value
 
 
 def local(default: T, *, again: str = "", bare: str = "") -> T:
-    """A field that a checkpoint never supplies: every path, every sink, and what deletes or uses the network.
+    """Declare a field that a checkpoint never supplies: a path, a sink, or what deletes or uses the network.
 
     A checkpoint may come from another person; such options come from the command line, a config or the environment.
     """
@@ -38,7 +39,7 @@ def local(default: T, *, again: str = "", bare: str = "") -> T:
 
 
 def portable(default: T) -> T:
-    """A path or a sink that a checkpoint may supply after all: it is only read, or stays in the run folder."""
+    """Declare a path or a sink that a checkpoint may supply: it is only read, or stays in the run folder."""
     return field(default=default, metadata={ORIGIN: Origin(local=False)})
 
 
@@ -78,7 +79,7 @@ def Between(low: float, high: float) -> Range:  # noqa: N802
 
 
 def value_or(value: int | Auto, automatic: int) -> int:
-    """The value of an option, or what `auto` stands for."""
+    """The option's value, or `automatic` if that is auto."""
     return automatic if value == "auto" else value
 
 
@@ -98,7 +99,7 @@ class Option:
 
     @property
     def help(self) -> str:
-        """The string below the field."""
+        """The help text: the string below the field."""
         source = inspect.getsourcefile(self.section)
         assert source is not None
         return _helps(Path(source))[self.section.__name__, self.path[1]]
@@ -122,12 +123,12 @@ class Option:
 
     @property
     def is_number(self) -> bool:
-        """Whether it takes one number, perhaps beside other choices."""
+        """Whether it takes one number, perhaps besides other choices."""
         return bool(_numbers(self.type))
 
     @property
     def is_whole(self) -> bool:
-        """Whether its number is a whole one."""
+        """Whether its number must be whole."""
         return _numbers(self.type) == [int]
 
     @property
@@ -139,11 +140,11 @@ class Option:
         return _in_words(self.type)
 
     def metavar(self) -> str:
-        """The type in a word, for help: N, PATH or {a,b}."""
+        """The type in a word, for the help: N, PATH or {a,b}."""
         return _metavar(self.type)
 
     def value(self, texts: Sequence[str]) -> object:
-        """The value that was typed, of this option's type and within its range; else ValueError."""
+        """Convert what was typed; ValueError unless it is of this option's type and within its range."""
         if self.takes_many:
             (item, _) = get_args(self.type)
             return tuple(_converted(item, text) for text in texts)
@@ -186,7 +187,7 @@ def _options(command: type[object]) -> Iterator[Option]:
 
 @cache
 def _helps(source: Path) -> dict[tuple[str, str], str]:
-    """The string below each field, by class and field; Python does not keep it, so it is read from the source."""
+    """The strings below the fields, by class and field, read from the source: Python does not keep them."""
     found = {}
     module = ast.parse(source.read_text(encoding="utf-8"))
     for cls in (node for node in module.body if isinstance(node, ast.ClassDef)):
@@ -211,7 +212,7 @@ def _choices(kind: Any) -> tuple[object, ...]:
 
 
 def _converted(kind: Any, text: str) -> object:
-    """Choices come before everything else, so that `auto` is never a path."""
+    """The value of a text; choices are tried first, so that `auto` is never a path."""
     for choice in _choices(kind):
         if text == str(choice):
             return choice
@@ -277,6 +278,6 @@ def require_folder(folder: Path, expected: str) -> None:
 
 
 def require_photos(path: Path) -> None:
-    """A folder of photos, or a table of photos and labels."""
+    """Require a folder of photos, or a table of photos and labels."""
     if not path.is_file():
         require_folder(path, "photos in a folder per class, or a table of photos and labels")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from falconet.config import options as declared
 from falconet.config.commands import Command, DoctorOptions, SearchOptions, TrainOptions
 from falconet.config.fields import Option, options_of, sections_of
-from falconet.config.recipes import PHOTOS, values_of
+from falconet.config.recipes import PHOTOS_CONFIG, values_of
 from falconet.config.settings import spelled
 
 WIDEST = 120  # columns
@@ -18,7 +18,7 @@ CONTINUED = " \\"  # at the end of a shell's line
 
 
 def overview(commands: dict[str, type[Command]], *, usage: str) -> list[str]:
-    """Every command on a line."""
+    """The overview: every command on a line."""
     width = max(map(len, commands))
     rows = (_row(name, _about(command), width=width) for name, command in commands.items())
     return [
@@ -69,7 +69,7 @@ def title(section: type[object]) -> str:
 
 
 def default_of(option: Option) -> str:
-    """An option's default as it would be typed; none: it is unset or empty."""
+    """An option's default as it would be typed, or `none` if it is unset or empty."""
     if option.default is None or option.default == ():
         return "none"
     if isinstance(option.default, bool):
@@ -78,11 +78,11 @@ def default_of(option: Option) -> str:
 
 
 def for_photos(command: type[object]) -> dict[str, str]:
-    """The defaults of a training on photos that are not the options' own, by option."""
+    """The defaults, by option, that differ where a run trains on photos."""
     if command not in (TrainOptions, SearchOptions, DoctorOptions):
         return {}
     known = options_of(command)
-    stated = {name: str(value) for name, value in values_of(PHOTOS).items()}
+    stated = {name: str(value) for name, value in values_of(PHOTOS_CONFIG).items()}
     return {name: text for name, text in stated.items() if text != default_of(known[name])}
 
 

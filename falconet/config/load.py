@@ -1,7 +1,7 @@
 """A command's options, parsed once and checked once; each value comes with its source.
 
 A later source overrides an earlier one: defaults, the environment, the checkpoint, the recipe, the command line. A
-recipe counts more than a checkpoint because it is named on the line.
+recipe overrides a checkpoint because it is named on the line.
 """
 
 import json
@@ -22,7 +22,7 @@ from falconet.config.commands import (
     TrainOptions,
 )
 from falconet.config.fields import Option, options_of, sections_of, value_of
-from falconet.config.recipes import PHOTOS, Use, from_config, source_of
+from falconet.config.recipes import PHOTOS_CONFIG, Use, from_config, source_of
 from falconet.config.settings import (
     CHECKPOINT,
     DEFAULT,
@@ -40,37 +40,37 @@ from falconet.config.settings import (
 )
 from falconet.errors import ConfigError, did_you_mean
 
-Options = TypeVar("Options")
-Options_co = TypeVar("Options_co", covariant=True)
+OptionsT = TypeVar("OptionsT")
+OptionsT_co = TypeVar("OptionsT_co", covariant=True)
 INVOCATION = (  # how a run was started, not what it does
     *("config", "plan", "run-dir", "name-suffix", "temporary", "resume", "checkpoint-input-path", "checkpoint"),
 )
 IMPLIED = "implied by --data-dir"
-LOWERED = ("micro-batch-size", "warmup-epoch")  # the config for photos asks for at most so much; the start settles it
-MEASURED = ("lr",)  # options whose auto is measured by a new run; one that continues keeps the number
+LOWERED = ("micro-batch-size", "warmup-epoch")  # the config for photos states the most; the start of a run settles it
+MEASURED = ("lr",)  # options whose auto a new run measures; a run that continues keeps the number
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./:+-]*")
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[Options_co]):
+class Loaded(Generic[OptionsT_co]):
     """Checked options, the source of each value, and what they were loaded from."""
 
-    options: Options_co
+    options: OptionsT_co
     sources: Mapping[str, str]  # by option name; defaults are not listed
     line: tuple[Setting, ...] = ()  # the recipe's settings, then those that were typed
     checkpoint: Path | None = None  # the checkpoint that supplied what the line does not set
 
-    def over(self, table: Mapping[str, Mapping[str, object]]) -> "Loaded[Options_co]":
-        """The same line over the options that a checkpoint stores, which settle the recipe's automatic ones."""
+    def over(self, table: Mapping[str, Mapping[str, object]]) -> "Loaded[OptionsT_co]":
+        """Load the same line over the options in a checkpoint, which settle the recipe's automatic ones."""
         settled = unsettled(self.line) & table.keys()
         if table.get("model", {}).get("source") == WEIGHTS and not self.chooses("model"):
             settled |= {"model"}
         return load_options(type(self.options), [each for each in self.line if each.bare not in settled], table)
 
     def chooses(self, name: str) -> bool:
-        """Whether the user chose a value that weights may give too; the model of the config for photos is a default."""
+        """Whether the user chose a value that weights may also state; the photos config's model counts as a default."""
         source = self.sources.get(name)
-        return is_asked_for(source) and (name, source) != ("model", source_of(PHOTOS))
+        return is_asked_for(source) and (name, source) != ("model", source_of(PHOTOS_CONFIG))
 
     def table(self) -> dict[str, dict[str, Any]]:
         """Every option with its value and source, for run folders and checkpoints; unset ones are left out."""
@@ -81,8 +81,8 @@ class Loaded(Generic[Options_co]):
                 values[name] = {"value": _plain(value), "source": self.sources.get(name, DEFAULT)}
         return values
 
-    def rooted(self) -> "Loaded[Options_co]":
-        """The same with absolute paths to what a checkpoint may name: it is used from other folders too."""
+    def rooted(self) -> "Loaded[OptionsT_co]":
+        """The same options, with absolute paths where a checkpoint supplies them: it is used from other folders too."""
         options: Any = self.options
         for option in options_of(type(options)).values():
             value, (section, field) = value_of(options, option), option.path
@@ -91,18 +91,21 @@ class Loaded(Generic[Options_co]):
         return replace(self, options=options)
 
     def to_yaml(self, kept: Mapping[str, Mapping[str, Any]] | None = None) -> str:
-        """The same as a file for --config, with the sources as comments; `kept`: options that its checkpoint states."""
+        """The options as a file for --config, with sources as comments; `kept`: options that the checkpoint states."""
         known = options_of(type(self.options))
         lines, first = [], {name: {**entry, "source": CHECKPOINT} for name, entry in (kept or {}).items()}
         for name, entry in (self.table() | first).items():
-            # A default stays open: auto is written as auto, whatever it stood for here.
+            # A default stays open: auto is written as auto, whatever it stood for in this run.
             value = _plain(known[name].default) if entry["source"] == DEFAULT else entry["value"]
             lines.append(f"{name}: {_yaml(value)}  # {entry['source']}")
         return "\n".join(lines) + "\n"
 
 
+LoadedTraining = Loaded[TrainOptions]
+
+
 def left_out(loaded: Loaded[Any], table: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
-    """The local options that a checkpoint's run had and this one lacks, each with what repeating it would do."""
+    """Local options that the checkpoint's run had and this one lacks, each with what typing it again would do."""
     found = {}
     for name, option in options_of(type(loaded.options)).items():
         if not option.is_local or name not in table or is_asked_for(loaded.sources.get(name)):
@@ -114,7 +117,7 @@ def left_out(loaded: Loaded[Any], table: Mapping[str, Mapping[str, object]]) -> 
 
 
 def read_line(command: type[Command], argv: Sequence[str], *, photos: str | None = None) -> list[Setting]:
-    """The settings of a command line, after those of its --config; `photos`: the config of a training on photos."""
+    """The settings of a command line, after those of its --config; `photos`: the default config for photos."""
     options = options_of(command)
     line = from_line(_with_names(command, argv), options)
     named = [setting.values[0] for setting in line if setting.option == "config"]
@@ -125,12 +128,12 @@ def read_line(command: type[Command], argv: Sequence[str], *, photos: str | None
 
 
 def _with_names(command: type[Command], argv: Sequence[str]) -> Sequence[str]:
-    """The line with the names of the options that were given by position, wherever in the line."""
+    """The line with names for the options that were given by position, wherever they are."""
     if not command.arguments:
         return argv
     words, named = apart(argv, options_of(command))
     for word in words:
-        if not Path(word).exists():
+        if not os.path.exists(word):  # noqa: PTH110, Path's raises where it may not look
             refuse_assignment(word, options_of(command))
     given = {word.lstrip("-").partition("=")[0].replace("_", "-") for word in named if is_option(word)}
     taken = {*given, *(argument for option, argument in command.instead.items() if option in given)}
@@ -150,15 +153,15 @@ def _too_many(folders: Sequence[str]) -> ConfigError:
 
 
 def _names_photos(line: Sequence[Setting]) -> bool:
-    """Whether the data of a line is a folder of photos, which a data folder alone implies."""
+    """Whether a line's data is a folder of photos, as a data folder alone implies."""
     stated = {setting.option: setting.values for setting in line}
     return stated.get("data", ("folder",) if "data-dir" in stated else ()) == ("folder",)
 
 
 def load_options(
-    command: type[Options], line: Sequence[Setting], checkpoint: Mapping[str, Mapping[str, object]] | None = None
-) -> Loaded[Options]:
-    """The options of a line, checked; `checkpoint`: the options that one stores."""
+    command: type[OptionsT], line: Sequence[Setting], checkpoint: Mapping[str, Mapping[str, object]] | None = None
+) -> Loaded[OptionsT]:
+    """Load and check the options of a line; `checkpoint`: the options that a checkpoint stores."""
     options = options_of(command)
     stored = from_checkpoint(checkpoint, options) if checkpoint else []
     implied = [Setting("data", ("folder",), IMPLIED)] if "data" in options and _names_photos([*stored, *line]) else []
@@ -166,16 +169,16 @@ def load_options(
     return Loaded(loaded.options, loaded.sources, tuple(line))
 
 
-def load(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]:
-    """The options that the settings give, checked; a later setting overrides an earlier one of the same option."""
+def load(command: type[OptionsT], settings: Iterable[Setting]) -> Loaded[OptionsT]:
+    """Parse and check settings; a later one overrides an earlier one of the same option."""
     loaded = parse(command, settings)
-    is_lowered = loaded.sources.get("warmup-epoch") == source_of(PHOTOS)
+    is_lowered = loaded.sources.get("warmup-epoch") == source_of(PHOTOS_CONFIG)
     rules.check(loaded.options, but=[rules.warmup_ends_before_training] if is_lowered else [])
     return loaded
 
 
-def parse(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options]:
-    """The same without the rules: each value has its type and range, but combinations are not checked."""
+def parse(command: type[OptionsT], settings: Iterable[Setting]) -> Loaded[OptionsT]:
+    """Parse settings: each value has its type and range, but combinations are not checked."""
     known, sections, line = options_of(command), sections_of(command), tuple(settings)
     final = {setting.bare: setting for setting in line}
     values: dict[str, dict[str, object]] = {section: {} for section in sections}
@@ -189,7 +192,7 @@ def parse(command: type[Options], settings: Iterable[Setting]) -> Loaded[Options
 def _value(option: Option, setting: Setting) -> object:
     if option.is_flag:
         return setting.option == option.name
-    if option.takes_path and "" in setting.values:  # of a shell variable that is not set
+    if option.takes_path and "" in setting.values:  # from an unset shell variable
         raise _wrong_value(setting, f"{option.expected()}; '.' is this folder")
     try:
         return option.value(setting.values)
@@ -209,7 +212,7 @@ def _wrong_value(setting: Setting, expected: str, meant: str = "") -> ConfigErro
 
 
 def _plain(value: object) -> object:
-    """A value that JSON and YAML can hold, spelled as it would be typed."""
+    """The value as JSON and YAML can hold it, spelled as it would be typed."""
     if isinstance(value, bool):
         return value
     texts = spelled(value)
@@ -227,25 +230,25 @@ def _yaml(value: object) -> str:
 
 
 def unused_notes(options: object, line: Sequence[Setting]) -> list[str]:
-    """One note for each option of the line that has no effect; `options`: what the line led to."""
+    """A note for each option of the line that has no effect; `options`: what the line led to."""
     sources = {setting.bare: setting.source for setting in line}
     return [f"note: {note}" for note in effects.notes(options, sources)]
 
 
 def unsettled(line: Sequence[Setting]) -> set[str]:
-    """The options that a recipe, or --lr auto, leaves to the start of the run, which makes numbers of them."""
+    """Options that a recipe, or --lr auto, leaves to the start of the run, which settles them."""
     final = {setting.bare: setting for setting in line}
     automatic = {name for name, each in final.items() if each.values == ("auto",)}
     open_ = {name for name in automatic if final[name].source != LINE or name in MEASURED}
-    return open_ | {name for name in LOWERED if name in final and final[name].source == source_of(PHOTOS)}
+    return open_ | {name for name in LOWERED if name in final and final[name].source == source_of(PHOTOS_CONFIG)}
 
 
 def typed(line: Sequence[Setting]) -> list[str]:
-    """What was typed, for another process of the same command; it reads the config itself."""
+    """What was typed, for another process that runs the same command and reads the config itself."""
     return [word for setting in line if setting.source == LINE for word in setting.argv()]
 
 
 def of_command(command: type[object], line: Sequence[Setting]) -> list[Setting]:
-    """Those settings of a line that another command has too."""
+    """The settings of a line that another command has too."""
     known = options_of(command)
     return [setting for setting in line if setting.bare in known]

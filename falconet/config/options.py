@@ -1,6 +1,6 @@
 """Every option, declared once: name, type, range, default and help, in sections that the code takes as values.
 
-Training's sections come first, in the order of the help; then those of measuring, of serving, and of the tools.
+The sections for training come first, in the order of the help; then those for measuring, serving, and the tools.
 """
 
 import re
@@ -55,13 +55,13 @@ class Data:
     """Where images come from, and how they are read and normalised."""
 
     data: Literal["digits", "cifar10", "cifar100", "imagenet", "folder", "generated", "synthetic"] = "digits"
-    """folder: your photos, implied by --data-dir; generated: random, from the host; synthetic: on the device."""
+    """Source of images; folder: your photos (implied by --data-dir); generated: random; synthetic: on the device."""
     data_dir: Path | None = portable(None)  # only read; a checkpoint's data folder never leads to a download
     """Folder of the data (also --imagenet-data-path); default: the environment variable DATA_DIR."""
     val_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2
-    """Fraction of each class that validates if the photos are not split; by file name and --seed. 1: all of them."""
+    """Fraction of each class to validate on if photos are not split, chosen by file name and --seed; 1: all of them."""
     tfrecord_keys: str | None = None
-    """Keys of TFRecords of other makers, as image=KEY,label=KEY; default: image/encoded and image/class/label."""
+    """Keys in TFRecords, as image=KEY,label=KEY; default: ImageNet's, image/encoded and image/class/label."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Side of the square input in pixels; auto: the model's standard size, 8 for the digits."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
@@ -71,48 +71,48 @@ class Data:
     validation_images: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Validation images of generated data; auto: a tenth of the training images."""
     micro_batch_size: Annotated[int, AtLeast(1)] | Auto = MICRO_BATCH
-    """Images in one forward and backward pass; auto: the most that fit, in updates of 64 x --gradient-accumulation."""
+    """Images in one forward and backward pass; auto: the most that fit; updates keep 64 x --gradient-accumulation."""
     validation_batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Images in one forward pass of validation, per replica; the result is exact for any. auto: --micro-batch-size."""
+    """Images in one forward pass of validation, per replica; accuracy stays exact; auto: --micro-batch-size."""
     dataloader_workers: Annotated[int, AtLeast(0)] | Auto = "auto"
-    """Threads that read ahead; 0: read in the loop; auto: one per core, at most 32; 2 or 3 if the device reads."""
+    """Threads that read ahead; 0: read in the loop; auto: one per core, up to 32 (2 or 3 if the device reads)."""
     dataloader_rebatch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Images that a thread reads at once; several threads fill one batch. Smaller: less memory, more overhead."""
+    """Images that a thread reads at once; several threads fill one batch. Fewer: less memory, more overhead."""
     decode_device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where JPEG files are decoded; auto: cpu. `falconet doctor` measures both on this machine, and recommends one."""
+    """Where JPEG files are decoded; auto: cpu. `falconet doctor` measures both on this machine and recommends one."""
     eight_bit_io: bool = True
     """Copy pixels to the device as bytes; otherwise in the compute format, two or four times as many bytes."""
     normalization_location: Literal["host", "device", "none"] = "device"
     """Where pixels are normalised; none: the model sees values from 0 to 255."""
     normalization: Literal["deviation", "mean", "image"] = "deviation"
-    """deviation: (x - mean) / std; mean: subtract ImageNet's mean; image: standardise each image."""
+    """How to normalise pixels; deviation: (x - mean) / std; mean: x - ImageNet's mean; image: each image by itself."""
     pixel_mean: tuple[float, ...] = ()
     """Mean of red, green and blue for pixels from 0 to 1; default: the dataset's."""
     pixel_deviation: tuple[Annotated[float, MoreThan(0)], ...] = ()
     """Standard deviation of red, green and blue for pixels from 0 to 1; default: the dataset's."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """How photos are resized; --pretrained sets what its weights were trained with."""
+    """How photos are resized; --pretrained sets what its weights expect."""
     antialias: bool = True
     """Average over all pixels when shrinking an image; otherwise over the four nearest, as TensorFlow 1 did."""
     validation_crop: Literal["auto", "centre", "whole"] = "auto"
-    """Validate on the centre of an image (--validation-crop-ratio), or on all of it; auto: centre for photos."""
+    """Part of an image to validate on: its centre (--validation-crop-ratio) or all of it; auto: centre for photos."""
     validation_crop_ratio: Annotated[float, Between(0.1, 1)] = 0.875
-    """Fraction of the short side that validation's centre crop keeps; --pretrained sets that of its weights."""
+    """Fraction of the short side that validation's centre crop keeps; --pretrained sets what its weights expect."""
     dataset_location: Literal["host", "device"] = "host"
-    """device: keep all images there as bytes, and shift and mirror them there; for CIFAR and other small images."""
+    """Where images are kept; device: all as bytes, shifted and mirrored there, for CIFAR and other small images."""
     dataset_cache: bool = False
-    """Cache validation images decoded and training photos encoded, each in up to a quarter of the free memory."""
+    """Cache decoded validation images and encoded training photos, each in up to a quarter of the free memory."""
     # Only read, a regular file, and part of what is trained on; it can leave photos out and nothing else.
     exclude_list: Path | None = portable(None)
     """File that lists photos to leave out, one path per line; `falconet data check` writes it."""
     check_images: Literal["auto", "yes", "no"] = "auto"
-    """Read the header of every photo file before training, once; auto: with --data folder."""
+    """Read the header of every photo once before training; auto: only with --data folder."""
     bad_images_allowed: str = "auto"
-    """Training images to skip before the run stops: a number or a percentage, such as 2%; auto: 1%, at least 5."""
+    """Bad training images to skip before the run stops: a number or a percentage, such as 2%; auto: 1%, at least 5."""
 
     @property
     def micro_batch(self) -> int:
-        """The micro-batch that auto stands for until it is found; outside training nothing is searched for."""
+        """The size, or what auto stands for until it is found; only training searches for it."""
         return value_or(self.micro_batch_size, MICRO_BATCH)
 
 
@@ -125,37 +125,37 @@ class Training:
     updates: Annotated[int, AtLeast(1)] | None = None
     """Length of the training in updates instead of --epoch; may end within an epoch. None removes a stored value."""
     class_weights: Literal["none", "balanced"] = "none"
-    """balanced: weight the loss inversely to the images of each class, 1 on average; validation is not weighted."""
+    """Weights of the classes in the training loss; balanced: inverse to their numbers of images, 1 on average."""
     sampler: Literal["shuffle", "balanced"] = "shuffle"
-    """balanced: every class equally often per epoch; photos of small classes come again, newly augmented."""
+    """Images of an epoch; shuffle: each once; balanced: equally many of each class, those of small ones repeated."""
     early_stopping: Annotated[int, AtLeast(1)] | None = None
-    """End the training after this many epochs without a better validation."""
+    """Stop after this many epochs without a better validation."""
     gradient_accumulation: Annotated[int, AtLeast(1)] = 1
     """Micro-batches per update, on each replica."""
     device_iterations: Annotated[int, AtLeast(1)] = 1
-    """Updates in a row before the host looks for a stop request; fewer up to a log, a save or a validation."""
+    """Updates in a row between checks for a stop request; fewer before a log point, a checkpoint or a validation."""
     init_path: Path | None = local(None)
-    """Start with the weights of a run's best checkpoint, of the one named, or of a safetensors or torch file."""
+    """Start with the weights of this run (its best checkpoint), this checkpoint, or this safetensors or torch file."""
     pretrained: Literal["none", "auto", "published"] | Path = local("none", bare="published")
-    """Start with published weights, which it means without a value, or a file's; auto: published if there are any."""
+    """Start with published weights (the meaning without a value) or a file's; auto: published if there are any."""
     batchnorm_per_update: bool = False
-    """Update batch norm's statistics once per update, by the mean over its micro-batches, not per micro-batch."""
+    """Update batch norm's running statistics once per update, with the mean over its micro-batches."""
     trainable: tuple[str, ...] = ()
     """Train only weights whose name matches one of these regular expressions, such as fc or layer4/.*/bias."""
     freeze: str | None = None
-    """Train all but the first N stages, all but the classifier (backbone), or all but weights that match a pattern."""
+    """Freeze the first N stages, everything but the classifier (backbone), or the weights that match a pattern."""
     unfreeze_after: Annotated[int, AtLeast(1)] | None = None
-    """Train what --freeze froze after this many epochs; its optimizer state starts fresh."""
+    """After this many epochs, train what --freeze names as well; its optimizer state starts fresh."""
     freeze_after: Annotated[float, MoreThan(0)] | None = None
-    """Train what --freeze names for this many epochs, and freeze it then."""
+    """Freeze what --freeze names only after this many epochs."""
     frozen_batchnorm: Literal["statistics", "batch"] = "statistics"
-    """Batch norm of frozen layers normalises by its stored statistics, or by its batch as the TensorFlow original."""
+    """What frozen batch norm normalises by: stored statistics, or the batch, as in the TensorFlow original."""
     dataset_percentage: Annotated[float, Between(1, 100)] = 100.0
     """Percentage of the training images to use, spread evenly over the dataset; validation uses all its images."""
 
     @property
     def epochs(self) -> int:
-        """Its epochs as a number, once auto has been settled; the last may be a part of one."""
+        """The epochs as a number, once auto has been settled; the last may be cut short."""
         assert self.epoch != "auto"
         return ceil(self.epoch)
 
@@ -164,7 +164,7 @@ class Training:
         return self.updates is None and (self.epoch == "auto" or self.epoch == int(self.epoch))
 
     def limit(self, updates_per_epoch: int) -> int | None:
-        """The length in updates where it is not one of whole epochs; None: it is."""
+        """The length in updates; None: whole epochs."""
         if self.updates is not None or self.has_whole_epochs:
             return self.updates
         assert self.epoch != "auto"
@@ -190,15 +190,15 @@ class Optimizer:
     lars_eeta: Annotated[float, MoreThan(0)] = 0.001
     """Trust coefficient of lars."""
     lars_skip: tuple[str, ...] = ()
-    """Regular expressions of weights that lars neither scales nor decays; default: see --weight-decay-exclude."""
+    """Regular expressions for weights that lars neither scales nor decays; default: see --weight-decay-exclude."""
     muon_momentum: Annotated[float, Between(0, 1)] = 0.95
     """Momentum of the filters and matrices that muon orthogonalises: all but vectors and the classifier."""
     muon_steps: Annotated[int, Between(1, 20)] = 5
     """Steps of muon's orthogonalisation; fewer are faster and rougher."""
     muon_rescale: bool = False
-    """Instead of decaying a filter or matrix, scale it to rows of norm 1, on average, before muon moves it."""
+    """Scale each filter or matrix to rows of norm 1, on average, before muon moves it, instead of decaying it."""
     lr_share: tuple[str, ...] = ()
-    """Multiply the learning rate of weights, as PATTERN=FACTOR, such as fc=10 or .*/bias=2; muon's decay stays."""
+    """Multiply the learning rate of some weights: PATTERN=FACTOR, such as fc=10 or .*/bias=2; not muon's decay."""
     layer_decay: Annotated[float, Range(0, 1, open_low=True)] = 1.0
     """Multiply the learning rate by this for each block before the classifier, which trains at the full rate."""
     ema_half_life: Annotated[float, MoreThan(0)] | None = None
@@ -214,7 +214,7 @@ class LearningRate:
     lr_schedule: Literal["step", "cosine", "exponential", "polynomial"] = "cosine"
     """step: drops at --lr-epoch-decay; cosine: to 0; exponential: drops at each change; polynomial: --lr-end-ratio."""
     lr_decay: tuple[Annotated[float, MoreThan(0)], ...] = (0.5,)
-    """Factor of a drop in the step and exponential schedules; step also takes one factor per drop."""
+    """Factor of each drop in the step and exponential schedules; step also takes one factor per drop."""
     lr_epoch_decay: tuple[Annotated[float, MoreThan(0)], ...] = ()
     """Epochs at which the step schedule drops."""
     lr_drop_shares: tuple[Annotated[float, Between(0, 1)], ...] = ()
@@ -232,7 +232,7 @@ class LearningRate:
 
     @property
     def peak(self) -> float:
-        """The rate as a number; 1 until auto is found, because rates are shares of it."""
+        """The peak rate as a number; 1 until auto is found, because rates are shares of it."""
         return 1.0 if self.lr == "auto" else self.lr
 
 
@@ -241,21 +241,21 @@ class Augmentation:
     """Random crops, flips, auto-augment policies, erasing, label smoothing, mixup, cutmix."""
 
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto"
-    """Random shift, shift and flip, or resized crop and flip; auto: depends on the data, see --plan."""
+    """Move images at random: shift, shift and flip, or resized crop and flip; auto: depends on the data, see --plan."""
     flip: Literal["random", "alternating"] = "random"
-    """Mirror a random half of the images; alternating: that half in one epoch, the other half in the next."""
+    """Which half of the images is mirrored; random: a new one each epoch; alternating: one half, then the other."""
     shift_reach: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Pixels by which --augment shift moves an image at most, each way; auto: an eighth of its side."""
+    """Most pixels by which --augment shift moves an image, each way; auto: an eighth of its side."""
     shift_padding: Literal["zeros", "reflect"] = "zeros"
-    """What --augment shift moves in: black, or the image's own pixels, reflected at its border."""
+    """What fills the border that --augment shift uncovers: black, or the image reflected there."""
     cutout: Annotated[int, AtLeast(0)] = 0
-    """Side of a square, in pixels, that is erased at a random place in each image; it becomes the dataset's mean."""
+    """Side in pixels of a square at a random place in each image that becomes the dataset's mean; 0: none."""
     vertical_flip: Annotated[float, Between(0, 1)] = 0.0
-    """Probability of turning an image upside down, for photos without an up, such as those from above."""
+    """Probability of mirroring an image top to bottom, for photos that have no top, such as aerial ones."""
     auto_augment: Literal["none", "randaugment", "trivialaugment", "autoaugment"] = "none"
-    """Random changes of colour and geometry, as torchvision has them."""
+    """Random changes of colour and geometry, as in torchvision."""
     autoaugment_policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
-    """The dataset for which autoaugment's pairs of operations were found."""
+    """Dataset for which autoaugment's pairs of operations were found."""
     randaugment_ops: Annotated[int, AtLeast(1)] = 2
     """Operations that randaugment applies to each image."""
     randaugment_magnitude: Annotated[int, Between(0, 30)] = 9
@@ -263,21 +263,21 @@ class Augmentation:
     color_jitter: Annotated[float, AtLeast(0)] = 0.0
     """Multiply brightness, contrast and saturation by random factors from 1 - X to 1 + X; 0: none."""
     random_erasing: Annotated[float, Between(0, 1)] = 0.0
-    """Probability of erasing a random rectangle of 2 % to 33 % of an image, which becomes the dataset's mean."""
+    """Probability that a random rectangle of 2 % to 33 % of an image becomes the dataset's mean."""
     repeated_augmentation: Annotated[int, AtLeast(1)] = 1
-    """Copies of each image in an update, augmented differently; an epoch has as many updates, of fewer images."""
+    """Copies of each image in an update, augmented differently; an epoch has as many updates, with fewer images."""
     use_bbox_info: bool = False
-    """Make random crops overlap an annotated object: from *bounding_boxes.csv, XML files, or the TFRecords."""
+    """Make random crops overlap an annotated object, from *bounding_boxes.csv, XML files or the TFRecords."""
     use_bbox_info_if_there: bool = False
     """Like --use-bbox-info where the data has boxes; plain random crops where it has none."""
     crop_area: Annotated[float, Between(0.001, 1)] = 0.08
     """Smallest fraction of a photo that a random crop covers; the largest is 1."""
     crop_draw: Literal["area", "height"] = "area"
-    """Draw a crop's area and log ratio uniformly, or its ratio and height, with at least a tenth of the photo."""
+    """What is drawn uniformly; area: area and log ratio; height: ratio and height, at least a tenth of the photo."""
     object_crop_area: Annotated[float, Between(0.001, 1)] | Auto = "auto"
     """Like --crop-area, for crops that must overlap an annotated object; auto: --crop-area."""
     object_overlap: Literal["object", "crop"] = "object"
-    """A crop overlaps if it covers a tenth of the object, or if a tenth of the crop is object (at most ten draws)."""
+    """Overlap that is enough; object: a tenth of the object; crop: a tenth of the crop (at most ten draws)."""
     label_smoothing: Annotated[float, Between(0, 1)] = 0.0
     """Fraction of the target spread evenly over all classes."""
     mixup_alpha: Annotated[float, Between(0, 1)] = 0.0
@@ -289,7 +289,7 @@ class Augmentation:
     cutmix_disable_prob: Annotated[float, Between(0, 1)] = 0.0
     """Probability that a micro-batch skips cutmix."""
     cutmix_draw: Literal["even", "exponential"] = "even"
-    """Draw the fraction uniformly between its bounds, or as 1 + ln(u) / 4, mostly near the upper bound."""
+    """Draw the fraction uniformly between its bounds (even), or as 1 + ln(u) / 4, mostly near the upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +301,7 @@ class Model:
     weight_init: Literal["auto", "uniform", "normal", "lecun", "he", "glorot", "channels"] = "auto"
     """Initialisation of convolutions and linear layers; auto: the library's. Formulas: docs/knowing/numerics.md."""
     zero_init: Literal["auto", "none", "last", "identity", "shortcut"] = "auto"
-    """ResNets: norm scales that start at 0: each block's last, only beside an identity, or otherwise the shortcut's."""
+    """ResNets: norms that start at 0; last: a block's last; identity: beside identities; shortcut: projections' too."""
     padding: Literal["symmetric", "same"] = "symmetric"
     """Zero padding of strided convolutions and pooling: equal on both sides, or TensorFlow's SAME."""
     norm_type: Literal["batch", "group", "none"] = "batch"
@@ -311,13 +311,13 @@ class Model:
     norm_num_groups: Annotated[int, AtLeast(1)] = 32
     """Groups of group norm; must divide the channels of every layer."""
     enable_fast_groupnorm: bool = False
-    """Fuse group norm on CUDA in stages and untraceable models too (others always do); checkpoints stay the same."""
+    """Fuse group norm on CUDA in stages and untraceable models too (others always do); checkpoints are unaffected."""
     norm_grouping: Literal["contiguous", "strided"] = "contiguous"
-    """Channels of a group: neighbours, or every G-th as in the TensorFlow original."""
+    """Channels in a group: neighbours, or every G-th, as in the TensorFlow original."""
     disable_stable_batchnorm: bool = False
     """Compute batch norm's variance in one pass: less exact where the mean is far from zero."""
     batchnorm_momentum: Annotated[float, Between(0, 1)] | Auto = "auto"
-    """Weight of a new batch in batch norm's running statistics; auto: the model's."""
+    """Weight of each new batch in batch norm's running statistics; auto: the model's."""
     proxy_norm: bool = False
     """EfficientNet: normalise activations by the mean and deviation of a Gaussian's; for --norm-type group."""
     proxy_epsilon: Annotated[float, MoreThan(0)] = 0.03
@@ -331,7 +331,7 @@ class Model:
     efficientnet_dropout: Annotated[float, Between(0, 1)] | Auto = "auto"
     """EfficientNet: dropout before the classifier; auto: depends on the size."""
     efficientnet_drop_path: Annotated[float, Between(0, 1)] = 0.2
-    """EfficientNet: probability of skipping the last block; it grows linearly from 0 at the first."""
+    """EfficientNet: probability of skipping the last block; grows linearly from 0 at the first."""
     efficientnet_se: bool = True
     """EfficientNet: squeeze and excitation in every block."""
     efficientnet_activation: Literal["silu", "relu"] = "silu"
@@ -357,17 +357,17 @@ class Model:
     speednet_activation: Literal["gelu", "silu"] = "gelu"
     """SpeedNet: activation function; on CUDA, silu is fused with the norm before it."""
     speednet_whitening: bool = True
-    """SpeedNet: set the first filters to whiten patches of 5,000 training images, and fix them; else train them."""
+    """SpeedNet: compute the first filters, to whiten patches of 5,000 training images, instead of training them."""
     mobilenet_wide_head: bool = False
     """MobileNetV3: 1,280 channels without bias before the classifier; otherwise 1,024 (small) with a bias."""
     bottleneck_stride: Literal["1x1", "3x3"] = "3x3"
-    """ResNets with 50 or more layers: the convolution of a block that strides; 1x1: He et al., 3x3: ResNet v1.5."""
+    """ResNets with 50 or more layers: which convolution of a block strides; 1x1: He et al.; 3x3: ResNet v1.5."""
     shortcut_type: Literal["auto", "A", "B", "C", "stages"] = "auto"
-    """ResNets: zero channels (A), projections where the shape changes (B), everywhere (C), or once per stage."""
+    """ResNets: shortcuts: zero channels (A), or projections where shapes change (B), everywhere (C), or per stage."""
     shortcut_padding: Literal["back", "both"] = "back"
-    """ResNets whose shortcuts add zero channels: after the others, or half before and half after them."""
+    """ResNets whose shortcuts add zero channels: put them after the others (back), or half before and half after."""
     stem: Literal["auto", "imagenet", "cifar"] = "auto"
-    """ResNets: start with a 7 x 7 convolution and pooling, or 3 x 3 for small images; auto: by the model's name."""
+    """ResNets: first layers: 7 x 7 convolution and pooling, or 3 x 3 for small images; auto: by the model's name."""
     conv_bias: bool = False
     """Give convolutions a bias; for --norm-type none."""
     input_image_padding: bool = False
@@ -379,13 +379,13 @@ class FineTuning:
     """Train at a reduced resolution, then fine-tune at the full one."""
 
     resolution_schedule: tuple[str, ...] = ()
-    """Sides of training images: 128:1 176:13 trains at 128 pixels, from epoch 13 at 176; validation stays as it is."""
+    """Sides of training images: 128:1 176:13 trains at 128 pixels, from epoch 13 at 176; validation is unaffected."""
     half_res_training: bool = False
     """Train on smaller images (160 for 224, 252 for 380, else 5/7 of the side), average, fine-tune at full size."""
     fine_tune_epoch: Annotated[int, AtLeast(1)] | None = None
     """Epochs of fine-tuning after --epoch, by plain sgd without momentum, mixing or augmentation."""
     fine_tune_lr: Annotated[float, AtLeast(0)] = 0.25
-    """Initial learning rate of fine-tuning; a cosine without warm-up takes it to 0."""
+    """Initial learning rate of fine-tuning; falls to 0 along a cosine, without warm-up."""
     fine_tune_micro_batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Images in one forward and backward pass of fine-tuning; auto: --micro-batch-size."""
     fine_tune_gradient_accumulation: Annotated[int, AtLeast(1)] | Auto = "auto"
@@ -399,17 +399,17 @@ class Machine:
     """The device, number formats, determinism, captured graphs, compiled kernels."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if available, else cpu."""
+    """Device to compute on; auto: cuda if available, else cpu."""
     precision: Literal["auto", "16.16", "16.32", "32.32", "bf16.bf16", "bf16.32"] = "32.32"
     """Formats of compute and of weights (docs/knowing/numerics.md); auto: bf16.32 if the device has it, else 32.32."""
     threads: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """CPU threads per process; auto: as in a restored run, else OMP_NUM_THREADS, else one per core. Changes bits."""
+    """CPU threads per process (changes last bits); auto: a restored run's, else OMP_NUM_THREADS, else one per core."""
     deterministic: bool = True
     """On CUDA, use only deterministic kernels, so that a restored run equals an uninterrupted one bit for bit."""
     capture: bool = True
     """On CUDA, capture an update or a batch as a graph and replay it: the same numbers, less CPU work."""
     model_cache_path: Path | None = local(None)
-    """Folder for compiled kernels, default TRITON_CACHE_DIR or ~/.triton/cache; for a server's models ~/.cache."""
+    """Folder for compiled kernels; default: TRITON_CACHE_DIR or ~/.triton/cache (for a server's models: ~/.cache)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,9 +431,9 @@ class Numerics:
     enable_recompute: bool = False
     """Recompute activations in the backward pass instead of keeping all of them."""
     recompute_mode: Literal["none", "auto", "manual"] | None = None
-    """auto: choose blocks that meet --memory-budget; manual: keep --recompute-checkpoints; none: keep everything."""
+    """What to recompute; auto: blocks, by --memory-budget; manual: all but --recompute-checkpoints; none: nothing."""
     recompute_checkpoints: tuple[str, ...] = ()
-    """Regular expressions of layers whose outputs are kept, such as layer1/.*; everything else is recomputed."""
+    """Regular expressions for layers whose outputs are kept, such as layer1/.*; everything else is recomputed."""
     memory_budget: Annotated[float, MoreThan(0)] | None = None
     """GiB that activations may take; as many blocks as necessary are recomputed."""
 
@@ -455,7 +455,7 @@ class Parallel:
     pipeline_splits: tuple[str, ...] = ()
     """Layers that start a new pipeline stage, such as layer3/0, one process per stage; auto:N: N balanced stages."""
     pipeline_schedule: Literal["grouped", "interleaved", "sequential"] = "grouped"
-    """Micro-batches that are kept: grouped: twice the stages at most; interleaved: half of that; sequential: one."""
+    """Micro-batches that a stage keeps; grouped: up to twice the stages; interleaved: half as many; sequential: one."""
     strict_devices: bool = False
     """Refuse to run on fewer devices than replicas x stages, instead of folding replicas and stages."""
     bucket_size: Annotated[float, MoreThan(0)] = 25.0
@@ -469,7 +469,7 @@ class Parallel:
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory: the same update, with copies that overlap computation (CUDA)."""
     max_restarts: Annotated[int, AtLeast(0)] = 3
-    """How often failed workers are restarted in a row without a new checkpoint in between."""
+    """Restarts of failed workers in a row without a new checkpoint in between."""
     collective_timeout: Annotated[float, MoreThan(0)] = 600.0
     """Seconds that one process waits for another before the run stops and names the missing one."""
 
@@ -479,9 +479,9 @@ class Validation:
     """When accuracy is measured."""
 
     validation_mode: Literal["none", "during", "after"] = "during"
-    """Never, every --validation-frequency epochs and at the end, or only at the end."""
+    """When to validate; during: every --validation-frequency epochs and at the end; after: only at the end."""
     validation_frequency: Annotated[int, AtLeast(1)] = 1
-    """Epochs between validations in mode during."""
+    """Epochs between validations with --validation-mode during."""
     validate_checkpoints: Path | None = local(None, again="measure checkpoints after training")
     """After training, measure every checkpoint in this folder, such as the run's own, and write validation.csv."""
 
@@ -503,13 +503,13 @@ class Checkpoints:
     checkpoint_save_freq: Annotated[float, MoreThan(0)] = 1.0
     """Epochs between checkpoints; 0.25 saves four per epoch. The end of training is always saved."""
     checkpoint_first_epoch: Annotated[int, AtLeast(0)] = 0
-    """First epoch to save, then every --checkpoint-save-freq epochs; 0: after the first of those."""
+    """Epoch of the first checkpoint; others follow every --checkpoint-save-freq epochs; 0: after that many."""
     initial_checkpoint: bool = False
     """Also save before the first update. --checkpoints-kept never removes it, and averages leave it out."""
     checkpoints_kept: Annotated[int, AtLeast(1)] | Literal["auto", "all"] = local(
         "auto", again="remove older checkpoints; until then all are kept"
     )
-    """Newest checkpoints to keep, beside the best validated one; auto: 3, or as many as the averaging needs."""
+    """Newest checkpoints to keep, besides the best validated one; auto: 3, or as many as the averaging needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -517,11 +517,11 @@ class Averaging:
     """The average of the checkpoints, made after training."""
 
     weight_avg_strategy: Literal["none", "mean", "exponential"] = "none"
-    """Average the saved checkpoints, with equal weights or with exponentially decaying ones."""
+    """Average the saved checkpoints with equal weights (mean) or with exponentially decaying ones."""
     weight_avg_exp_decay: Annotated[float, Between(0, 1)] = 0.99
     """Decay of the exponential average."""
     weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
-    """Average only the last N checkpoints; all, or -1: every one."""
+    """Average only the last N checkpoints; all or -1: every one."""
     weight_avg_epochs: Annotated[int, AtLeast(0)] | None = None
     """Average the checkpoints of the last N epochs and the one before them, instead of --weight-avg-N."""
     weight_avg_also: tuple[str, ...] = ()
@@ -543,9 +543,9 @@ class Logging:
     mlflow: bool = local(False, again="continue the run in MLflow")
     """Also log to MLflow: MLFLOW_TRACKING_URI, else mlflow.db in the current folder; the report is an artifact."""
     aim: bool = local(False, again="log to Aim again")
-    """Also log to Aim, in the nearest .aim above the current folder, else one in it."""
+    """Also log to Aim: to the nearest .aim in or above the current folder, else to a new one in it."""
     profile: bool = local(False, again="trace updates")
-    """Profile some of the first updates: kernels, layers and memory in the report; profile.json.gz (for Perfetto)."""
+    """Profile some of the first updates: kernels, layers, memory; in the report and profile.json.gz (for Perfetto)."""
     wandb_project: str = local("falconet", again="upload to the same project")
     """Weights & Biases project."""
     weight_histogram: bool = local(False, again="continue the histograms")
@@ -571,7 +571,7 @@ class Pretrained:
     """Weights that were trained elsewhere, instead of a checkpoint's."""
 
     pretrained: Literal["none", "published"] | Path = local("none", bare="published")
-    """Take the model's published weights or those of a file, and prepare photos as for them."""
+    """Use the model's published weights or those of a file, and prepare photos as they expect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -579,7 +579,7 @@ class Choice:
     """Which checkpoint of a folder is used."""
 
     checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last"] = local("best")
-    """The best validated one, the newest, or that of epoch N."""
+    """Checkpoint to use: the best validated one, the newest, or that of epoch N."""
 
 
 # Searching and measuring.
@@ -590,7 +590,7 @@ class Search:
     """How many trials, and where they are kept."""
 
     budget: Annotated[int, AtLeast(1)] = 20
-    """Trials of the whole study, those of earlier starts and other workers included."""
+    """Trials in the whole study, including those of earlier starts and other workers."""
     study: Path | Auto = local("auto")
     """Folder of the study, to start, to continue or to share with other workers; auto: runs/search_<data>_<time>."""
     prune: bool = True
@@ -602,7 +602,7 @@ class Choices:
     """Which checkpoints of a folder are measured."""
 
     checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last", "all"] = local("best")
-    """The best validated one, the newest, that of epoch N, or all of them."""
+    """Checkpoints to measure: the best validated one, the newest, that of epoch N, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -610,9 +610,9 @@ class Table:
     """Where the result is written."""
 
     output: Path | None = local(None)
-    """CSV, details in a .json beside it; default: a run's validation.csv, or validation-NAME.csv beside a model."""
+    """CSV file, details in a .json beside it; default: a run's validation.csv, or validation-NAME.csv by a model."""
     predictions: Path | None = local(None)
-    """CSV file for a row per image: path, label, and the five most probable classes with their probabilities."""
+    """CSV file with a row per image: path, label, and the five most probable classes with their probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -620,7 +620,7 @@ class Copies:
     """Processes that share the images."""
 
     replicas: Annotated[int, AtLeast(1)] | Auto = local("auto")
-    """Processes that measure together, one per device; auto: as many as a launcher started, else 1."""
+    """Processes that measure together, one per device; auto: as many as the launcher started, else 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -630,11 +630,11 @@ class Average:
     checkpoint_output_path: Path | None = local(None)
     """The averaged checkpoint, or a folder for it; default: <model>_<data>_<epoch>_averaged beside the others."""
     weight_avg_strategy: Literal["mean", "exponential"] = "mean"
-    """Equal weights, or exponentially decaying ones."""
+    """Average with equal weights (mean) or with exponentially decaying ones."""
     weight_avg_exp_decay: Annotated[float, Between(0, 1)] = 0.99
     """Decay of the exponential average."""
     weight_avg_N: Annotated[int, AtLeast(1)] | Literal["all", -1] = "all"  # noqa: N815, the original's spelling
-    """Average only the last N checkpoints; all, or -1: every one."""
+    """Average only the last N checkpoints; all or -1: every one."""
     weight_avg_discard: Annotated[int, AtLeast(0)] = 0
     """Leave out this many of the newest checkpoints first."""
     batchnorm_images: Annotated[int, AtLeast(0)] = 0
@@ -660,7 +660,7 @@ class Bench:
     margin: Annotated[float, AtLeast(0)] = 5.0
     """Percentage of throughput that may be lost before --compare fails."""
     timeout: Annotated[float, MoreThan(0)] | None = None
-    """Seconds that one run may take; after that it is stopped and counted as failed, and the next one starts."""
+    """Seconds that one run may take; a longer one is stopped and counted as failed, and the next one starts."""
     include_convergence: bool = False
     """Also run the benchmarks that train to an accuracy, whose names end in _conv."""
     stop_on_error: bool = False
@@ -686,23 +686,23 @@ class Inference:
     config: str | None = local(None)
     """A named config for inference (`falconet configs`) or a YAML file, which may extend one; options override it."""
     replicas: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Processes that predict in parallel, one per device; auto: as many as a launcher started, else 1."""
+    """Processes that predict in parallel, one per device; auto: as many as the launcher started, else 1."""
     pipeline_splits: tuple[str, ...] = local(())
     """Layers that start a stage on another device, for a model too large for one; auto:N: N balanced stages."""
     device_iterations: Annotated[int, AtLeast(1)] = 1
-    """Batches that the device computes per call of the host; on CUDA, as one captured graph."""
+    """Batches that the device computes per call from the host; on CUDA, as one captured graph."""
     repeat: Annotated[int, AtLeast(1)] = 1
-    """Repetitions of --iterations batches, with a line for each of several."""
+    """Repetitions of --iterations batches; several are reported one by one."""
     seconds: Annotated[float, MoreThan(0)] | None = None
-    """About how long a repetition may take: fewer batches than --iterations, but at least one."""
+    """Seconds that a repetition may take, roughly: fewer batches than --iterations if need be, but at least one."""
     output: Path | None = local(None)
     """Also write every latency and the result to this JSON file."""
     weights: Literal["random", "pretrained", "auto"] = local("random")
-    """pretrained: timm's, from the Hugging Face cache or the network; auto: those if available, else random."""
+    """Weights to use; pretrained: timm's, from the Hugging Face cache or network; auto: those if there, else random."""
     half_partial: bool = False
     """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
     profile: bool = local(False)
-    """Instead, trace two batches: profile/profile.json.gz (for Perfetto), profile.txt and profile_summary.json."""
+    """Only trace two batches: profile/profile.json.gz (for Perfetto), profile.txt and profile_summary.json."""
     plan: bool = local(False)
     """Print what would be measured, then exit."""
 
@@ -724,7 +724,7 @@ class Load:
     client_cores: Annotated[int, AtLeast(0)] = 0
     """CPU cores for the clients alone; the server gets the others. 0: all share all cores."""
     request_type: Literal["SYNC", "ASYNC"] = "SYNC"
-    """SYNC: a client waits for each answer before the next request; ASYNC: it keeps --window requests in flight."""
+    """How a client sends requests; SYNC: one at a time; ASYNC: it keeps --window of them in flight."""
     window: Annotated[int, AtLeast(1)] = 4
     """Requests that an ASYNC client keeps in flight, each on its own connection."""
     check_answers: bool = False
@@ -744,7 +744,7 @@ class DataBench:
     passes: Annotated[int, AtLeast(0)] = 0
     """Then also read all images this many times, and print the images per second of each pass."""
     md5: bool = False
-    """Instead, compare the md5 of both class folders with that of ILSVRC 2012."""
+    """Only compare the md5 of the training and validation folders with those of ILSVRC 2012."""
     output: Path | None = local(None)
     """Also write the result to this JSON file."""
 
@@ -757,7 +757,7 @@ class Predict:
     """The photos, and what is written about them."""
 
     photos: tuple[str, ...] = local(())
-    """Photos and folders of them, searched recursively; -: stdin, with paths, one per line, or with one photo."""
+    """Photos, and folders to search recursively; -: stdin, which has one path per line, or is one photo."""
     top: Annotated[int, AtLeast(1)] = 1
     """Classes to report per photo, the most probable first."""
     json: bool = False
@@ -767,7 +767,7 @@ class Predict:
     output: Path | None = local(None)
     """Write the table, the JSON or the CSV to this file instead of stdout."""
     save_dir: Path | None = local(None)
-    """Sort the photos: a link to each one in a folder per class, in this folder."""
+    """Folder to sort the photos into: it gets a folder per class, with a link to each photo."""
     embeddings: Path | None = local(None)
     """Also write the features before the classifier, and the paths, to this .npz file."""
     batch_size: Annotated[int, AtLeast(1)] | Auto = "auto"
@@ -784,11 +784,11 @@ class Serving:
     host: str = local("127.0.0.1")
     """Address to listen on; 0.0.0.0: all interfaces, which calls for --api-key-file and --tls-certificate."""
     port: Annotated[int, Between(0, 65535)] | Auto = local("auto")
-    """Port; 0: any free one; auto: 8000, or any free one in `bench serve`."""
+    """Port for HTTP; 0: any free one; auto: 8000, or any free one in `bench serve`."""
     grpc_port: Annotated[int, Between(0, 65535)] | Literal["auto", "none"] = local("auto")
-    """Port of gRPC; 0: any free one; auto: the one after --port, 8001, if that can be had; none: only HTTP."""
+    """Port for gRPC; 0: any free one; auto: the one after --port, 8001, if it is available; none: only HTTP."""
     max_batch: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Images computed at once, and the most in one request; auto: 64, or the micro-batch in `bench serve`."""
+    """Most images in a batch, and in one request; auto: 64, or the micro-batch in `bench serve`."""
     max_delay: Annotated[float, AtLeast(0)] = 0.0
     """Milliseconds that a request may wait for others to join it while the device is free."""
     max_queue: Annotated[int, AtLeast(1)] | Auto = "auto"
@@ -796,15 +796,15 @@ class Serving:
     max_body: Annotated[int, AtLeast(1)] = 64
     """MiB of one request with photos; larger ones are refused with status 413."""
     request_timeout: Annotated[float, MoreThan(0)] = 30.0
-    """Seconds from the receipt of a request to its computation; later ones are refused with status 504."""
+    """Seconds within which a received request must be computed; a later one is refused with status 504."""
     drain_timeout: Annotated[float, AtLeast(0)] = 20.0
-    """Seconds to finish requests in progress after a request to stop; those that need longer are cut off."""
+    """Seconds to finish requests in progress when the server is stopped; those that need longer are cut off."""
     half_partial: bool = False
     """Let matrix products sum in half precision, on CUDA; convolutions always sum in fp32."""
     engine: Literal["auto", "torch", "onnxruntime", "openvino"] = "auto"
-    """What computes; auto: torch on CUDA; on a CPU ONNX Runtime if the precision is 32.32, else torch."""
+    """What computes the scores; auto: torch on CUDA; on a CPU, ONNX Runtime if the precision is 32.32, else torch."""
     int8: bool = False
-    """Compute in 8-bit integers, on a CPU; the run's images calibrate it, and its accuracy is said beside fp32's."""
+    """Compute in 8-bit integers on a CPU, calibrated on the run's images; its accuracy is reported beside fp32's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -814,7 +814,7 @@ class Models:
     more_models: tuple[Path, ...] = local(())
     """Further runs, checkpoints or weights files to serve, each under the name of its folder or file."""
     repository: Path | None = local(None)
-    """Folder of runs that clients may load and unload by name, besides those that are served from the start."""
+    """Folder of runs that clients may load and unload by name, besides those served from the start."""
     watch: bool = local(False)
     """Serve a better checkpoint of a run as soon as there is one, without losing a request."""
 
@@ -824,13 +824,13 @@ class Access:
     """Who may send requests, and how they are protected on their way."""
 
     api_key_file: Path | None = local(None)
-    """File of keys, one per line, of which each request needs one; also the environment variable FALCONET_API_KEY."""
+    """File of API keys, one per line; each request must have one; also the environment variable FALCONET_API_KEY."""
     tls_certificate: Path | None = local(None)
-    """PEM file with the server's certificate and those of its issuers; HTTPS and encrypted gRPC from then on."""
+    """PEM file with the server's certificate and those of its issuers; turns on HTTPS and encrypts gRPC."""
     tls_key: Path | None = local(None)
     """PEM file with the key of --tls-certificate, not encrypted."""
     allowed_host: tuple[str, ...] = local(())
-    """Names that clients may call the server by; on a loopback address, besides its own. Default elsewhere: any."""
+    """Host names that requests may use; on a loopback address, besides the server's own. Default elsewhere: any."""
     cors_origin: tuple[str, ...] = local(())
     """Web pages that may send requests from a browser, such as https://example.org; *: any. Default: its own page."""
 
@@ -840,7 +840,7 @@ class Telemetry:
     """What the server reports about requests, besides the metrics at /metrics."""
 
     access_log: Path | None = local(None)
-    """File to append a line of JSON per request to, made anew after a rotation; -: stdout."""
+    """File to which a line of JSON per request is appended, opened again after a rotation; -: stdout."""
     opentelemetry: bool = local(False)
     """Send a trace of each request to the collector that the environment variables OTEL_* name."""
 
@@ -850,9 +850,9 @@ class Fresh:
     """Input size and classes of a model without a checkpoint."""
 
     val_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2
-    """Fraction of each class that validates if the photos are not split; by file name and --seed. 1: all of them."""
+    """Fraction of each class to validate on if photos are not split, chosen by file name and --seed; 1: all of them."""
     image_size: Annotated[int, AtLeast(1)] | Auto = "auto"
-    """Side of the square input in pixels; auto: the weights', or the model's. A checkpoint has its own."""
+    """Side of the square input in pixels; auto: the weights' or the model's. A checkpoint has its own."""
     classes: Annotated[int, AtLeast(2)] | Auto = "auto"
     """Number of classes; auto: the weights', else 1000, or 10 for the CIFAR networks. A checkpoint has its own."""
 
@@ -862,27 +862,27 @@ class Export:
     """The format, where it is written, and how it is checked."""
 
     format: Literal["onnx", "pt2", "aoti", "timm", "triton", "openvino"] = "onnx"
-    """pt2: torch.export; aoti: AOTInductor's machine code; timm: a folder; triton: a model repository."""
+    """Format; pt2: torch.export; aoti: AOTInductor's machine code; timm: a folder; triton: a model repository."""
     output: Path | None = local(None)
-    """Folder for the result; default: export/FORMAT (onnx-int8) in the run folder, beside the weights, or here."""
+    """Folder for the result; default: export/FORMAT (or onnx-int8) in the run folder, beside the weights, or here."""
     overwrite: bool = local(False)
     """Replace an earlier export in that folder."""
     preprocessing: bool = False
-    """Normalise inside: the graph takes uint8 pixels, N x S x S x 3, instead of normalised N x 3 x S x S."""
+    """Put normalisation into the graph: it takes uint8 pixels, N x S x S x 3, instead of normalised N x 3 x S x S."""
     half: bool = False
     """Write fp16 weights and compute in fp16 (openvino: only weights); otherwise fp32, whatever the run's precision."""
     int8: bool = False
-    """Compute in 8-bit integers, for CPUs; onnx only. Training images or --photos show the ranges of activations."""
+    """Compute in 8-bit integers, for CPUs (onnx only), calibrated on training images or --photos."""
     calibration_images: Annotated[int, AtLeast(1)] = 128
-    """Images that show --int8 the ranges of activations; accuracy is measured on others."""
+    """Images on which --int8 is calibrated; accuracy is measured on others."""
     reduce_range: bool = False
-    """Weights of 7 bits with --int8, for x86 processors without VNNI, where sums of 8-bit products can overflow."""
+    """Use 7-bit weights with --int8, for x86 processors without VNNI, where sums of 8-bit products can overflow."""
     photos: Path | None = local(None)
     """Folder of photos to compare scores on; default: the run's validation images, else noise."""
     tolerance: Annotated[float, MoreThan(0)] | Auto = "auto"
-    """Difference of a score over the image's largest; auto: 1e-4, --half: 0.05; accuracy lost to --int8: 0.01."""
+    """Allowed difference of a score, over the image's largest; auto: 1e-4, --half: 0.05; accuracy with --int8: 0.01."""
     latency_batch: Annotated[int, AtLeast(1)] = 8
-    """Latency is measured for one image, and for a batch of this many."""
+    """Images in the batch whose latency is measured, besides that of one image."""
 
 
 # Tools.
@@ -893,7 +893,7 @@ class Doctor:
     """What is checked."""
 
     distributed: bool = False
-    """Start processes (--replicas N, else one per CUDA device, or 2 on a CPU) and check that they work together."""
+    """Start --replicas processes (default: one per CUDA device, or 2 on a CPU) and check that they work together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -907,7 +907,7 @@ class Pack:
     shard_size: Annotated[int, AtLeast(1)] = 2048
     """Images per shard; 2,048 ImageNet photos are 220 MB."""
     resize: Annotated[int, AtLeast(1)] | None = None
-    """Lossy: shrink photos to this short side in pixels and re-encode them at quality 90."""
+    """Shrink photos to this short side in pixels, and encode them again at quality 90 (lossy)."""
     exclude_list: Path | None = local(None)
     """File that lists photos to leave out, one path per line; `falconet data check` writes it."""
     workers: Annotated[int, AtLeast(1)] | Auto = "auto"
@@ -916,32 +916,32 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class DataCheck:
-    """What is checked, what is worth a remark, and what is written."""
+    """What is checked, what is reported, and what is written."""
 
     source: Path | None = local(None)
     """Folder of photos, or a table, in any layout that training reads; also the command's first argument."""
     output: Path | Auto = local("auto")
-    """File that lists every finding, one per line; auto: NAME-check.txt here, where NAME is the folder's."""
+    """File that lists every finding, one per line; auto: NAME-check.txt here, where NAME is the folder's name."""
     json: Path | None = local(None)
     """Also write the findings as JSON."""
     html: Path | None = local(None)
-    """Also write them as a page with small pictures, one file that needs no network."""
+    """Also write the findings as a page with small pictures: one file that needs no network."""
     exclude_list: Path | None = local(None)
-    """Also write the broken photos as a list that `train --exclude-list` leaves out."""
+    """Also write a list of the broken photos, which `train --exclude-list` leaves out."""
     exclude_duplicates: Literal["none", "exact", "near"] = "none"
-    """Add copies to that list: training photos that are also validated on, or in training before; exact or near."""
+    """Copies to add to that list, exact or near: training photos that recur in validation or in training."""
     near_bits: Annotated[int, Between(0, 80)] = 60
-    """Bits of 256 in which the fingerprints of near copies may differ; different photos differ in 78 or more."""
+    """Bits, of 256, in which fingerprints of near copies may differ; different photos differ in 78 or more."""
     smallest_side: Annotated[int, AtLeast(1)] = 32
-    """Remark on photos with a side of fewer pixels."""
+    """Report photos with a side of fewer pixels than this."""
     largest_megapixels: Annotated[float, MoreThan(0)] = 50.0
-    """Remark on photos of more megapixels."""
+    """Report photos of more megapixels than this."""
     largest_ratio: Annotated[float, AtLeast(1)] = 4.0
-    """Remark on photos of which one side is longer than this many times the other."""
+    """Report photos with one side more than this many times as long as the other."""
     val_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2
-    """As in training: fraction of each class that validates if the photos are not split."""
+    """Fraction of each class to validate on if the photos are not split, as in training."""
     seed: Annotated[int, Between(0, 2**32 - 1)] = 0
-    """As in training: seed of that split."""
+    """Seed of that split, as in training."""
     workers: Annotated[int, AtLeast(1)] | Auto = "auto"
     """Threads; auto: one per core."""
 
@@ -959,7 +959,7 @@ class Configs:
     """What is listed."""
 
     evidence: bool = False
-    """Instead, list what was reached by the configs that were trained here, on what, when and how often."""
+    """List only the configs that were trained here: what they reached, on which machine, when and how often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -969,15 +969,15 @@ class Recipe:
     name: str | None = None
     """A named config that `falconet configs --evidence` lists; also the command's first argument."""
     seeds: Annotated[int, AtLeast(1)] = 1
-    """Runs, with the seeds 0, 1, ..."""
+    """Number of runs, with the seeds 0, 1, ..."""
     data_dir: Path | None = local(None)
     """Folder of the data, as `falconet train` takes it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if available, else cpu."""
+    """Device to compute on; auto: cuda if available, else cpu."""
     runs: Path | Auto = local("auto")
     """Folder for the runs and their logs; auto: runs/recipe_NAME."""
     record: Path | None = local(None)
-    """Compare with nothing, and write what was reached to this JSON file."""
+    """Write what was reached to this JSON file, and compare it with nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -987,7 +987,7 @@ class Report:
     runs: tuple[Path, ...] = local(())
     """Run folders; several are shown side by side. Also the command's arguments."""
     output: Path | None = local(None)
-    """The page to write; default: report.html in the run folder; of several runs in the current one, with a CSV."""
+    """Page to write; default: report.html in the run folder; for several runs in the current one, with a CSV file."""
     save_plots: bool = False
     """Also draw plots as PNG and PDF into plots/ beside the page; needs matplotlib."""
 
@@ -1025,7 +1025,7 @@ _OPEN_WITH_WEIGHTS = (
     *("model", "weight_init", "zero_init", "batchnorm_momentum", "disable_stable_batchnorm", "enable_fast_groupnorm"),
     *("efficientnet_dropout", "efficientnet_drop_path", "proxy_recompute"),
 )
-# All others, as they are typed: with another value of one of them, the same weights compute something else.
+# All others, as typed: with another value for one of them, the same weights compute something else.
 BOUND_TO_WEIGHTS = tuple(
     field.name.replace("_", "-") for field in fields(Model) if field.name not in _OPEN_WITH_WEIGHTS
 )
@@ -1035,7 +1035,7 @@ MULTIPLE = 4  # pixels; every other reduced side is rounded to it
 
 
 def record_keys(text: str) -> dict[str, str] | None:
-    """The keys by what they hold; None if the text is not image=KEY,label=KEY or one of the two."""
+    """The keys by what they hold; None unless the text is image=KEY,label=KEY or one of the two."""
     pairs = [part.strip().split("=", 1) for part in text.split(",")]
     keys = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
     return keys if len(keys) == len(pairs) and keys.keys() <= {"image", "label"} else None
@@ -1045,7 +1045,7 @@ _FROM_EPOCH = re.compile(r"([1-9]\d{0,3}):([1-9]\d{0,5})")
 
 
 def resolutions(texts: Sequence[str]) -> dict[int, int] | None:
-    """The side by the epoch that it is used from, counted from 1; None if the texts are not in order from epoch 1."""
+    """The side by its first epoch, counted from 1; None if the texts are not in order from epoch 1."""
     found = [_FROM_EPOCH.fullmatch(text) for text in texts]
     pairs = [(int(each[2]), int(each[1])) for each in found if each]
     epochs = [epoch for epoch, _ in pairs]
@@ -1058,7 +1058,7 @@ LEAST_ALLOWED = 5  # bad images, by default
 
 
 def bad_images(allowed: str, images: int) -> int:
-    """How many of so many training images may be bad."""
+    """How many of this many training images may be bad."""
     if allowed == "auto":
         return max(LEAST_ALLOWED, images // 100)
     return int(images * float(allowed[:-1]) / 100) if allowed.endswith("%") else int(allowed)
@@ -1076,11 +1076,11 @@ class FurtherAverage:
     strategy: Literal["mean", "exponential"]
     decay: float = 0.99
     last: int | None = None  # checkpoints; None: all
-    epochs: int | None = None  # whose checkpoints are averaged; None: of all
+    epochs: int | None = None  # the last ones, whose checkpoints are averaged; None: all
 
     @property
     def suffix(self) -> str:
-        """Ends the name of its folder, after `averaged`."""
+        """The end of its folder's name, after `averaged`."""
         if self.strategy == "exponential":
             return f"exp_{self.decay:.15g}"
         return f"mean_{self.last or 'all'}" if self.epochs is None else f"epochs_{self.epochs}"
@@ -1090,7 +1090,7 @@ _SHARE = re.compile(r"(.+)=(\d{1,9}(?:\.\d{1,9})?)")
 
 
 def rate_share(text: str) -> tuple[str, float]:
-    """The pattern and the factor of an entry of --lr-share, which the rules have checked."""
+    """The pattern and the factor in an entry of --lr-share, which the rules have checked."""
     found = _SHARE.fullmatch(text)
     assert found
     return found[1], float(found[2])
@@ -1106,7 +1106,7 @@ _EXPONENTIAL = re.compile(r"exponential:(0?\.\d+|[01](?:\.0*)?)")
 
 
 def further_average(text: str) -> FurtherAverage | None:
-    """`mean:5`, `epochs:5` or `exponential:0.97`, read; None if the text is none of them."""
+    """Read `mean:5`, `epochs:5` or `exponential:0.97`; None if the text is none of them."""
     mean, exponential = _MEAN.fullmatch(text), _EXPONENTIAL.fullmatch(text)
     if mean:
         return FurtherAverage(strategy="mean", last=None if mean[1] == "all" else int(mean[1]))

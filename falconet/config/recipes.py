@@ -1,4 +1,4 @@
-"""Named configs: stored command lines in YAML files by family, each with a line on what it is and reaches."""
+"""Named configs: command lines stored in YAML files by family, each with a line on what it is and reaches."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -10,14 +10,14 @@ from falconet.config.fields import Option
 from falconet.config.settings import Setting, from_mapping, read_options, read_yaml
 from falconet.errors import ConfigError, did_you_mean
 
-PHOTOS = "photos"  # the config of a training that names a folder of photos and no config
+PHOTOS_CONFIG = "photos"  # the config used if a line names a folder of photos and no config
 ABOUT, DEVIATIONS, EXTENDS = "about", "deviations", "extends"  # the keys of an entry that are not options
 Use = Literal["train", "bench infer"]  # the command that a config is for: the originals used some names for both
 Entry = Mapping[str, object]
 
 
 def from_config(name: str, options: Mapping[str, Option], *, use: Use = "train") -> list[Setting]:
-    """The settings of a named config, or of the user's YAML file; those of the configs it extends come first."""
+    """The settings in a named config or the user's YAML file; those of the configs that it extends come first."""
     settings = []
     for source, stated in _chain(name, use):
         settings += from_mapping(stated, options, source=source)
@@ -25,29 +25,29 @@ def from_config(name: str, options: Mapping[str, Option], *, use: Use = "train")
 
 
 def is_file(name: str) -> bool:
-    """Whether a config, or the source of a value, is the user's YAML file."""
+    """Whether the name of a config, or of a value's source, is that of a YAML file."""
     return name.endswith((".yaml", ".yml"))
 
 
 def source_of(name: str) -> str:
-    """The source of a value that a config states."""
+    """What a config is called as the source of a value."""
     return name if is_file(name) else f"config {name}"
 
 
 def values_of(name: str, *, use: Use = "train") -> dict[str, object]:
-    """Every value of a named config, with those it extends, by option name; empty for an unknown name."""
+    """Every value of a named config and of those it extends, by option name; empty for an unknown name."""
     if name not in all_configs(use):
         return {}
     return {key.replace("_", "-"): value for _, stated in _chain(name, use) for key, value in stated.items()}
 
 
 def about(name: str, *, use: Use = "train") -> str:
-    """One line: what a named config is, on what it ran, and what it reaches."""
+    """One line on a named config: what it is, on what it ran, and what it reaches."""
     return " ".join(str(all_configs(use)[name].get(ABOUT, "")).split())
 
 
 def deviations(name: str, *, use: Use = "train") -> list[str]:
-    """How a named config differs from the original's, without the differences of those it extends."""
+    """How a named config differs from the original's; the differences of those it extends are not repeated."""
     stated = all_configs(use)[name].get(DEVIATIONS, [])
     assert isinstance(stated, list)
     return [" ".join(str(line).split()) for line in stated]
@@ -70,7 +70,7 @@ def use_of(family: str) -> Use:
 
 @cache
 def families() -> dict[str, dict[str, Entry]]:
-    """The files of named configs, by name."""
+    """The entries of each file of named configs, by the file's name."""
     found: dict[str, dict[str, Entry]] = {}
     with resources.as_file(resources.files("falconet.configs")) as folder:
         for path in sorted(folder.glob("*.yaml")):
@@ -81,7 +81,7 @@ def families() -> dict[str, dict[str, Entry]]:
 
 
 def _chain(name: str, use: Use, *, extending: tuple[str, ...] = ()) -> list[tuple[str, Entry]]:
-    """The source and the options of a config and those it extends, the most basic first; `extending`: those above."""
+    """The sources and options of a config and those it extends, basic ones first; `extending`: those that led here."""
     where = f"{extending[-1]}: {EXTENDS}" if extending else "--config"
     if is_file(name):
         if Path(name).resolve() in [Path(each).resolve() for each in extending]:

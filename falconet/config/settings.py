@@ -14,7 +14,7 @@ from falconet.errors import ConfigError, did_you_mean
 LINE = "command line"
 ENVIRONMENT = "environment variable DATA_DIR"
 CHECKPOINT = "checkpoint"
-WEIGHTS = "pretrained weights"  # what they were trained with
+WEIGHTS = "pretrained weights"  # values that they were trained with
 DEFAULT = "default"
 RETIRED = ("log-style",)  # options that a config.yaml of an earlier version may hold; ignored
 ALIASES = {"imagenet-data-path": "data-dir", "wandb-weight-histogram": "weight-histogram"}
@@ -23,7 +23,7 @@ _OFF = "no-"  # before the name of a switch
 
 
 class Setting(NamedTuple):
-    """One option with its value as text: a switch has none, a list has any number."""
+    """An option with its value as text: a switch has none, a list has any number."""
 
     option: str  # as typed, so a switch may start with no-
     values: tuple[str, ...]
@@ -31,12 +31,12 @@ class Setting(NamedTuple):
 
     @property
     def bare(self) -> str:
-        """The name of the option itself; none of them starts with no-."""
+        """The option's own name, without no-; no option's name starts with that."""
         return self.option.removeprefix(_OFF)
 
     @property
     def where(self) -> str:
-        """What an error calls it."""
+        """What an error calls the setting."""
         return f"--{self.option}" if self.source == LINE else f"{self.source}: {self.option}"
 
     def argv(self) -> list[str]:
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
 
 def from_line(argv: Iterable[str], options: Mapping[str, Option]) -> list[Setting]:
-    """A command line, split into settings; every name is one of `options`."""
+    """Split a command line into settings; every name must be one of `options`."""
     settings: list[Setting] = []
     for token in argv:
         if is_option(token):
@@ -65,12 +65,12 @@ def from_line(argv: Iterable[str], options: Mapping[str, Option]) -> list[Settin
 
 
 def is_option(token: str) -> bool:
-    """Whether a word of a command line names an option; a number does not, and neither does `-`, which is stdin."""
+    """Whether a word of a command line names an option, unlike a number and `-`, which is stdin."""
     return token.startswith("-") and token != "-" and not _NUMBER.match(token)
 
 
 def apart(argv: Iterable[str], options: Mapping[str, Option]) -> tuple[list[str], list[str]]:
-    """The words of a line that no option before them takes, and the rest of it."""
+    """The words of a line that no option takes as its value, and the rest."""
     words, rest, takes = list[str](), list[str](), 0
     for token in argv:
         if is_option(token):
@@ -85,7 +85,7 @@ def apart(argv: Iterable[str], options: Mapping[str, Option]) -> tuple[list[str]
 
 
 def _takes(token: str, options: Mapping[str, Option]) -> int:
-    """How many words after it are values of this option; -1: all of them."""
+    """How many of the words after this option are its values; -1: all."""
     typed, equals, _ = token.partition("=")
     try:
         known = _named(typed, options)
@@ -104,7 +104,7 @@ def refuse_assignment(word: str, options: Mapping[str, Option]) -> None:
 
 
 def from_mapping(mapping: Mapping[str, object], options: Mapping[str, Option], *, source: str) -> list[Setting]:
-    """Options written as YAML or JSON: text, numbers, booleans, and lists of them."""
+    """Read options from YAML or JSON: text, numbers, booleans, and lists of them."""
     settings, keys = [], dict[str, object]()
     for key, value in mapping.items():
         name = str(key).replace("_", "-")
@@ -129,7 +129,7 @@ def read_options(path: Path) -> dict[str, object]:
 
 
 class Unrepeated(yaml.constructor.BaseConstructor):
-    """Refuses a key that a mapping has twice: YAML forbids it, and its reader would take the last without a word."""
+    """Refuses a key that a mapping has twice: YAML forbids it, but its reader silently takes the last."""
 
     def construct_document(self, node: yaml.Node) -> Any:
         left, seen = [node], set()
@@ -158,11 +158,11 @@ def _refuse_repeated(mapping: yaml.MappingNode) -> None:
 
 
 class Texts(Unrepeated, yaml.BaseLoader):
-    """Every scalar as it is spelled."""
+    """Loads every scalar as it is spelled."""
 
 
 def read_yaml(path: Path, *, loader: type[yaml.BaseLoader] | type[yaml.SafeLoader] = Texts) -> object:
-    """A YAML document with every scalar as text, so that `16.16` and `1e-5` keep their spelling."""
+    """Read a YAML document with every scalar as text, so that `16.16` and `1e-5` keep their spelling."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
     except OSError as error:
@@ -186,7 +186,7 @@ def spelled(value: object) -> tuple[str, ...]:
 
 
 def from_environment(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Setting]:
-    """DATA_DIR, which the originals read too."""
+    """The setting from DATA_DIR, which the originals read too."""
     folder = environment.get("DATA_DIR")
     return [Setting("data-dir", (folder,), ENVIRONMENT)] if folder and "data-dir" in options else []
 
@@ -204,7 +204,7 @@ def from_checkpoint(table: Mapping[str, Mapping[str, object]], options: Mapping[
 
 
 def _as_typed(entry: Mapping[str, object]) -> object:
-    """The value of an option; a path that was typed as a relative one stays so where that means the same place."""
+    """An option's stored value; a path that was typed as relative stays so if it still means the same place."""
     match entry:
         case {"value": str() as path, "typed": str() as typed} if Path(typed).absolute() == Path(path):
             return typed
@@ -233,7 +233,7 @@ def _from_value(name: str, value: object, options: Mapping[str, Option], *, sour
 
 
 def _named(typed: str, options: Mapping[str, Option]) -> str:
-    """The option that a word of a line names; an unknown one is refused as it was typed."""
+    """The option that a word names; an unknown one is refused in the spelling that was typed."""
     name = typed.lstrip("-").replace("_", "-")
     known = _known(name, options)
     if known is not None:
@@ -244,7 +244,7 @@ def _named(typed: str, options: Mapping[str, Option]) -> str:
 
 
 def _known(name: str, options: Mapping[str, Option]) -> str | None:
-    """The name of an option in any spelling of it; a switch keeps its no-."""
+    """An option's name from any spelling of it; a switch keeps its no-."""
     bare = name.removeprefix(_OFF)
     if name in options or (bare in options and options[bare].is_flag):
         return name
@@ -260,7 +260,7 @@ def _spellings(options: Mapping[str, Option]) -> list[str]:
 
 
 def _with_value(setting: Setting, options: Mapping[str, Option]) -> Setting:
-    """With what an option means that may be typed without a value."""
+    """Fill in what an option that was typed without a value stands for."""
     origin = options[setting.bare].origin
     return setting._replace(values=(origin.bare,)) if origin and origin.bare and not setting.values else setting
 

@@ -1,4 +1,4 @@
-"""Values to search: a range or a list of choices, typed where an option's value would be."""
+"""Search spaces: a range or a list of choices, typed in place of an option's value."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ class Choices:
     values: tuple[str, ...]
 
     def ends(self) -> tuple[str, ...]:
-        """The values to check before the first trial."""
+        """Values to check before the first trial."""
         return self.values
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What other programs call our options, choices and commands: asked before edit distance, which knows only letters.
+"""Other programs' names for our options, choices and commands, tried before edit distance, which knows only letters.
 
 The names are those of timm, torchvision's references, Ultralytics, fastai, Lightning and Keras.
 """
@@ -75,7 +75,7 @@ OPTIONS = {
     **dict.fromkeys(("progressive-resizing", "progressive-resize", "res-schedule"), "resolution-schedule"),
     **dict.fromkeys(("dataset-fraction", "fraction", "limit-train-batches"), "dataset-percentage"),
 }
-# Folders that others name beside the one to train on; here both are in one.
+# Options for a second folder, beside the one to train on; here both are in one.
 DIVIDED = (
     *("val-dir", "valid-dir", "validation-dir", "test-dir", "val-path", "validation-path", "test-path"),
     *("val-folder", "val-data", "validation-data", "test-data"),
@@ -95,7 +95,7 @@ CHOICES = {
     "optimizer": {"adam": "adamw", "momentum": "sgd"},
     "data": {"cifar-10": "cifar10", "cifar-100": "cifar100", "image_folder": "folder", "imagefolder": "folder"},
 }
-REASONS = {("device", "mps"): "Apple's GPUs are not supported"}  # why a choice of others is none here
+REASONS = {("device", "mps"): "Apple's GPUs are not supported"}  # why another program's choice does not exist here
 COMMANDS = {
     "version": "--version",
     **dict.fromkeys(("fit", "finetune", "fine-tune", "learn", "classify"), "train"),
@@ -113,7 +113,7 @@ COMMANDS = {
 
 
 def advice(name: str, options: Collection[str]) -> str | None:
-    """What to do instead of using another program's option, in words."""
+    """Advice, in words, on what replaces another program's option."""
     if name.lower() in DIVIDED and {"epoch", "data-dir"} <= {*options}:
         return "expected one folder with train/ and val/ in it, as in `falconet train FOLDER`"
     meant = option_meant(name, options)
@@ -121,7 +121,7 @@ def advice(name: str, options: Collection[str]) -> str | None:
 
 
 def option_meant(name: str, options: Collection[str]) -> str | None:
-    """What to type for another program's option, if the command has it, with dashes."""
+    """What to type, with dashes, for another program's option; None if the command lacks it."""
     meant = "data-dir" if name.lower() in DIVIDED else OPTIONS.get(name.lower())
     return f"--{meant}" if meant and meant.split()[0] in options else None
 
@@ -135,7 +135,7 @@ def choice_meant(option: str, value: str) -> str | None:
 
 
 def why_not(option: str, value: str) -> str:
-    """Why another program's choice is none here, for the end of a message."""
+    """Why another program's choice does not exist here, for the end of a message."""
     reason = REASONS.get((option, value.lower()))
     return f"; {reason}" if reason else ""
 

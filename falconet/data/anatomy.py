@@ -1,7 +1,7 @@
-"""What a stranger's photo is made of: small files can cost Pillow minutes or gigabytes, and are refused.
+"""Checks what a stranger's photo is made of: small files that would cost Pillow minutes or gigabytes are refused.
 
-Pillow limits the pixels of a picture, but not the parts of a file. Measured with Pillow 13: 1 MB of scans of a
-progressive JPEG takes minutes, 16 MB of a TIFF's strips take 1.2 GB, and a TIFF's tile may be larger than any picture.
+Pillow limits the pixels in a picture, but not the parts in a file. Measured with Pillow 13: 1 MB of a progressive
+JPEG's scans takes minutes, 16 MB of a TIFF's strips take 1.2 GB, and a TIFF's tile may be larger than any picture.
 """
 
 import io
@@ -12,15 +12,15 @@ from PIL import BmpImagePlugin, Image, TiffImagePlugin, TiffTags
 
 from falconet.data.image_files import UnreadableImageError
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow's names of what is read
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # the formats that are read, as Pillow calls them
 MOST_PARTS = 100_000  # segments of a JPEG, values of a TIFF's field; a strip takes Pillow 300 bytes and 5 microseconds
-MOST_READS = 4 * MOST_PARTS  # of a file by Pillow: two to three for a segment, a chunk or a block
-MOST_SCANS = 64  # of a JPEG: encoders write about ten, and each goes over the whole picture
-MOST_TILE = 1 << 24  # pixels of a TIFF's tile that is larger than the picture
+MOST_READS = 4 * MOST_PARTS  # by Pillow in one file: two or three per segment, chunk or block
+MOST_SCANS = 64  # in a JPEG: encoders write about ten, and each covers the whole picture
+MOST_TILE = 1 << 24  # pixels in a TIFF's tile that is larger than the picture
 
 
 class PhotoFile(io.BytesIO):
-    """A photo in memory as a file for Pillow, whose parsers read it in small parts; too many of them are refused."""
+    """A photo in memory as a file for Pillow; it refuses too many reads, because Pillow's parsers read small parts."""
 
     def __init__(self, photo: bytes) -> None:
         super().__init__(photo)
@@ -44,7 +44,7 @@ def check_encoded(photo: bytes) -> None:
 
 
 def check_opened(image: Image.Image) -> None:
-    """Raise UnreadableImageError if decoding would take more than the picture's pixels: its header was read."""
+    """Raise UnreadableImageError if decoding an opened image would cost more than its pixels do."""
     if isinstance(image, BmpImagePlugin.BmpImageFile) and image.info.get("compression") in (1, 2):
         raise UnreadableImageError("a BMP file compressed by run lengths, which Pillow decodes pixel by pixel")
     if isinstance(image, TiffImagePlugin.TiffImageFile):
@@ -81,7 +81,7 @@ def _check_jpeg(photo: bytes) -> None:
 
 
 def _check_tiff(photo: bytes) -> None:
-    """The fields of the first picture: Pillow makes a Python object of every value that is not text or bytes."""
+    """Limit the values in a field: Pillow makes a Python object of each one that is not text or bytes."""
     order: Literal["little", "big"] = "little" if photo.startswith(b"II") else "big"
 
     def number(at: int, size: int) -> int:

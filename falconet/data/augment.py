@@ -1,7 +1,7 @@
-"""Pixels changed at random: auto-augment policies, colour jitter, vertical flips, erasing.
+"""Random changes of pixels: auto-augment policies, colour jitter, vertical flips, erasing.
 
-What happens to each image is drawn on the host from keyed numbers; it is done on the device, on bytes. Operations and
-magnitudes are torchvision's, with its defaults: nearest pixel, black beyond.
+What happens to each image is drawn on the host from keyed numbers, and done on the device, on bytes. Operations and
+magnitudes are torchvision's, with its defaults: nearest pixel, black outside the image.
 """
 
 import math
@@ -21,7 +21,7 @@ from falconet.data.preprocessing import Channels
 
 GEOMETRIC = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
 BLENDS = ("Brightness", "Color", "Contrast", "Sharpness")
-SIGNED = (*GEOMETRIC, *BLENDS)  # the opposite magnitude is as likely
+SIGNED = (*GEOMETRIC, *BLENDS)  # the opposite magnitude is equally likely
 OPERATIONS = (
     "Identity",
     *SIGNED,
@@ -36,15 +36,15 @@ OPERATIONS = (
 NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
 COMMON = OPERATIONS[: NUMBERS["Equalize"] + 1]  # what randaugment and trivialaugment choose from
 BINS = 31  # magnitudes of an operation, from none to the strongest
-POLICY_BINS = 10  # the same in AutoAugment's policies
+POLICY_BINS = 10  # magnitudes in AutoAugment's policies
 JITTERED = ("Brightness", "Contrast", "Color")
 ORDERS = np.array([(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
 ERASED = (0.02, 0.33)  # share of an image
 ERASED_RATIO = (0.3, 3.3)  # height over width
 ATTEMPTS = 10
-VALUES = 7  # numbers that an operation may need per image
+VALUES = 7  # numbers per image that an operation may need
 
-Magnitudes = Mapping[str, FloatArray]  # BINS each, by operation; without an entry: there is only one strength
+Magnitudes = Mapping[str, FloatArray]  # BINS for each operation; one without an entry has a single strength
 ValueArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -53,17 +53,17 @@ class Round(NamedTuple):
     """One operation for each of N images."""
 
     operations: IntArray  # N, numbers of OPERATIONS
-    magnitudes: FloatArray  # N; of Erase, N x VALUES
+    magnitudes: FloatArray  # N; for Erase, N x VALUES
 
 
 class Chain(NamedTuple):
-    """What happens to the pixels of one micro-batch of N images in R rounds."""
+    """The changes to the pixels of a micro-batch: N images, R rounds."""
 
     operations: Tensor  # R x N, int32, numbers of OPERATIONS
     values: Tensor  # R x N x VALUES, float32: what the operations need
 
     def to(self, device: torch.device) -> "Chain":
-        """The same on a device, through pinned memory, so that the host does not wait."""
+        """Copy to a device through pinned memory, so that the host does not wait."""
         if device.type != "cuda":
             return self
         return Chain(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in self))
@@ -71,11 +71,11 @@ class Chain(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PixelChanges:
-    """What the options ask for."""
+    """The changes that the options ask for."""
 
     augmentation: Augmentation
     seed: int = 0
-    fill: Channels = (0.0, 0.0, 0.0)  # of what is erased, pixels in 0..1
+    fill: Channels = (0.0, 0.0, 0.0)  # what replaces erased pixels, in 0..1
 
     @property
     def is_nothing(self) -> bool:
@@ -84,7 +84,7 @@ class PixelChanges:
         return asked.auto_augment == "none" and not any(strengths)
 
     def draw(self, indices: IntArray, *, epoch: int, side: int) -> Chain:
-        """For these images, each side x side pixels."""
+        """Draw the changes to these images, each side x side pixels."""
         rounds = list(self._rounds(indices, epoch, side))
         operations = np.empty((len(rounds), len(indices)), np.int32)
         values = np.empty((len(rounds), len(indices), VALUES), np.float32)
@@ -126,7 +126,7 @@ class PixelChanges:
 
 
 def cutout_boxes(draws: FloatArray, side: int, *, square: int) -> IntArray:  # 2 x N -> N x 4
-    """Top, bottom, left and right of a square within each image, every place as likely as any other."""
+    """Top, bottom, left and right of a square in each image; every place is equally likely."""
     top, left = (draws * (side - square + 1)).astype(np.int64)
     return np.stack((top, top + square, left, left + square), axis=1)
 
@@ -134,7 +134,7 @@ def cutout_boxes(draws: FloatArray, side: int, *, square: int) -> IntArray:  # 2
 def erased_boxes(draws: FloatArray, side: int, *, share: float) -> tuple[BoolArray, IntArray]:  # N; N x 4
     """Which images lose a box, and its top, bottom, left and right: the first of ten attempts that fits.
 
-    torchvision's RandomErasing; draws: 3 + 2 * ATTEMPTS x N.
+    This is torchvision's RandomErasing; draws: 3 + 2 * ATTEMPTS x N.
     """
     luck, down, right, *attempts = draws
     area = side * side * (ERASED[0] + np.stack(attempts[::2]) * (ERASED[1] - ERASED[0]))  # ATTEMPTS x N
@@ -148,11 +148,11 @@ def erased_boxes(draws: FloatArray, side: int, *, share: float) -> tuple[BoolArr
     return fits[first, images] & (luck < share), np.stack((top, top + height, left, left + width), axis=1)
 
 
-# Magnitudes, as torchvision's transforms of these names have them.
+# Magnitudes of torchvision's transforms with these names.
 
 
 def _evenly(strongest: Mapping[str, float], *, least_bits: int, bins: int) -> Magnitudes:
-    """From 0 to the strongest; bits and thresholds from all of them down."""
+    """Evenly spaced magnitudes from 0 to the strongest; for bits and thresholds, downwards from all of them."""
     return {
         **{name: np.linspace(0.0, most, bins) for name, most in strongest.items()},
         "Posterize": np.rint(8 - np.arange(bins) / ((bins - 1) / (8 - least_bits))),
@@ -174,14 +174,14 @@ def trivialaugment_magnitudes() -> Magnitudes:
 
 
 def _chosen(operation: FloatArray, bins: IntArray, sign: FloatArray, magnitudes: Magnitudes) -> Round:
-    """Each of the common operations alike, from numbers in [0, 1)."""
+    """Choose among the common operations with equal probability, by numbers in [0, 1)."""
     table = np.stack([magnitudes.get(name, np.zeros(BINS)) for name in COMMON])
     numbers = (operation * len(COMMON)).astype(np.int64)
     return Round(numbers, table[numbers, bins] * _signs(numbers, sign <= 0.5))
 
 
 def _policy_rounds(policy: str, draws: FloatArray, side: int) -> Iterator[Round]:
-    """Two operations per image, of one of the policy's pairs; each is skipped with its own probability."""
+    """Two operations per image, one of the policy's pairs; each is skipped with its own probability."""
     from torchvision.transforms import AutoAugment, AutoAugmentPolicy  # takes half a second
 
     pairs = AutoAugment(AutoAugmentPolicy(policy)).policies
@@ -196,7 +196,7 @@ def _policy_rounds(policy: str, draws: FloatArray, side: int) -> Iterator[Round]
 
 
 def _jitter_rounds(strength: float, draws: FloatArray) -> Iterator[Round]:
-    """Brightness, contrast and saturation in a random order, each times a factor around 1."""
+    """Brightness, contrast and saturation in random order, each multiplied by a factor around 1."""
     low = max(0.0, 1.0 - strength)
     factors = low + draws[:3] * (1.0 + strength - low)
     order = ORDERS[(draws[3] * len(ORDERS)).astype(np.int64)]  # N x 3
@@ -248,7 +248,7 @@ def _matrices(name: str, magnitudes: FloatArray, side: int) -> FloatArray:  # N 
 
 
 def _moved(pixels: Tensor, values: Tensor) -> Tensor:
-    """The nearest pixel where the matrix leads; black outside."""
+    """Move pixels by a matrix: the nearest source pixel, black outside."""
     count, side = pixels.shape[:2]
     middle = (side - 1) / 2
     at = torch.arange(side, device=pixels.device) - middle
@@ -263,7 +263,7 @@ def _moved(pixels: Tensor, values: Tensor) -> Tensor:
 
 
 def _planes(pixels: Tensor) -> Tensor:  # N x 3 x S x S
-    """Channels apart in memory: what looks at one channel, or at neighbours, is up to six times as fast on a CPU."""
+    """Separate the channels in memory: work on one channel, or on neighbours, is up to six times as fast on a CPU."""
     return pixels.permute(0, 3, 1, 2).contiguous()
 
 
@@ -286,7 +286,7 @@ def _grey(planes: Tensor) -> Tensor:  # N x 1 x S x S, whole levels as float32
 
 
 def _mean_grey(planes: Tensor) -> Tensor:
-    """Of each image, from a whole sum, which has no last bits that depend on the order."""
+    """Each image's mean grey, from an integer sum: its last bits do not depend on the order."""
     total = _grey(planes).to(torch.int32).sum(dim=(1, 2, 3), keepdim=True)
     return total.float() / torch.full_like(total, planes[0, 0].numel())
 
@@ -302,13 +302,13 @@ def _contrasted(pixels: Tensor, values: Tensor) -> Tensor:
 
 
 def _sharpened(pixels: Tensor, values: Tensor) -> Tensor:
-    """Blended with a 3 x 3 blur that counts the middle five times; the border stays."""
+    """Blend with a 3 x 3 blur that counts the middle five times; the border is unchanged."""
     levels = _planes(pixels).float()
     blurred = levels.clone()
     across = levels[..., :-2] + levels[..., 1:-1] + levels[..., 2:]
     around = across[..., :-2, :] + across[..., 1:-1, :] + across[..., 2:, :]
     blurred[..., 1:-1, 1:-1].mul_(4).add_(around).div_(13).round_()
-    # From the difference, as torchvision: where there is none, the level is exactly the same.
+    # From the difference, as in torchvision: where there is none, the level is exactly the same.
     return _bytes(blurred.sub_(levels).mul_(values[:, 1, None, None, None]).add_(levels))
 
 
@@ -317,12 +317,12 @@ def _posterized(pixels: Tensor, values: Tensor) -> Tensor:
 
 
 def _solarized(pixels: Tensor, values: Tensor) -> Tensor:
-    threshold = values[:, 0, None, None, None].ceil().to(torch.int16)  # of whole levels, so that bytes are compared
+    threshold = values[:, 0, None, None, None].ceil().to(torch.int16)  # in whole levels, so that bytes are compared
     return torch.where(pixels >= threshold, 255 - pixels, pixels)
 
 
 def _erased(pixels: Tensor, values: Tensor) -> Tensor:
-    """The box top, bottom, left, right in one colour."""
+    """Fill the box top, bottom, left, right with one colour."""
     at = torch.arange(pixels.shape[1], device=pixels.device)
     top, bottom, left, right = (column[:, None] for column in values.T[:4])
     rows, columns = (at >= top) & (at < bottom), (at >= left) & (at < right)  # N x S
@@ -362,7 +362,7 @@ APPLY: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def apply(images: Tensor, chain: Chain) -> Tensor:
-    """Changed images: N x 3 x S x S, uint8, channels-last, on the device of the chain, for which nothing waits."""
+    """Change images (N x 3 x S x S, uint8, channels-last) on the device of the chain, without waiting for it."""
     if images.is_cuda:
         from falconet.data import augment_kernels  # Triton comes with CUDA only
 
@@ -372,9 +372,9 @@ def apply(images: Tensor, chain: Chain) -> Tensor:
 
 
 def applied(images: Tensor, chain: Chain) -> Tensor:
-    """The same on the host, each operation for all of its images at once."""
+    """Change images on the host, by one operation at a time for all of its images."""
     pixels = images.permute(0, 2, 3, 1)
-    place = torch.arange(len(images))  # of each image among those that the round before has sorted
+    place = torch.arange(len(images))  # of each image after the sorting of the previous round
     for operations, values in zip(chain.operations, chain.values, strict=True):
         numbers, order = torch.sort(operations, stable=True)
         rows, values, found = place[order], values[order], []
@@ -385,7 +385,7 @@ def applied(images: Tensor, chain: Chain) -> Tensor:
 
 
 def _runs(operations: IntArray) -> Iterator[tuple[str, int, int]]:
-    """Each operation of a sorted list, with its first place and the one after its last."""
+    """Each operation in a sorted list, with its first place and the one after its last."""
     found, first = np.unique(operations, return_index=True)
     ends = [*first[1:].tolist(), len(operations)]
     for number, begin, end in zip(found.tolist(), first.tolist(), ends, strict=True):

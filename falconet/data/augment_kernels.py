@@ -1,7 +1,7 @@
-"""Pixels changed at random in two Triton launches per round, beside the plain functions in `augment` that they equal.
+"""Random changes of pixels in two Triton launches per round, equal to the plain functions in `augment`.
 
-Operation by operation a round takes torch about 240 launches. Each waits for a place between the kernels of the update
-that computes at the same time, which made batches slower than small networks trained.
+Torch takes about 240 launches per round. Each waits for a gap between the kernels of the update that is computed at the
+same time, so that batches took longer than the updates of small networks.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from falconet.data.augment import NUMBERS, VALUES, Chain
 
-PIXELS = 1024  # of a program, or of a step of one that looks at all pixels of an image
+PIXELS = 1024  # per program, or per step of one that looks at all pixels of an image
 LEVELS = 256
 ROUNDED = {"enable_fp_fusion": False}  # after every product, as torch does
-# What decides between branches is a number that all of a program share, so that each takes one of them.
-SHEAR_X, ROTATE = tl.constexpr(NUMBERS["ShearX"]), tl.constexpr(NUMBERS["Rotate"])  # the first and the last that move
+# Branches depend on a number that the whole program shares, so that each program takes one branch.
+SHEAR_X, ROTATE = tl.constexpr(NUMBERS["ShearX"]), tl.constexpr(NUMBERS["Rotate"])  # the first and last that move
 BRIGHTNESS, COLOR = tl.constexpr(NUMBERS["Brightness"]), tl.constexpr(NUMBERS["Color"])
 CONTRAST, SHARPNESS = tl.constexpr(NUMBERS["Contrast"]), tl.constexpr(NUMBERS["Sharpness"])
 POSTERIZE, SOLARIZE = tl.constexpr(NUMBERS["Posterize"]), tl.constexpr(NUMBERS["Solarize"])
@@ -34,7 +34,7 @@ def _byte(levels):
 
 @triton.jit
 def _plus(levels, others, factor):
-    """levels + others * factor, rounded once, as torch does."""
+    """Compute levels + others * factor, rounded once, as in torch."""
     return tl.fma(others.to(tl.float32), tl.zeros_like(levels) + factor, levels)
 
 
@@ -45,7 +45,7 @@ def _grey(red, green, blue):
 
 @triton.jit
 def _mean_grey(pixels, count, PIXELS: tl.constexpr):
-    """Of an image, from a whole sum."""
+    """The mean grey of an image, from an integer sum."""
     total = tl.zeros((PIXELS,), tl.int32)
     for begin in range(0, count, PIXELS):
         place = begin + tl.arange(0, PIXELS)
@@ -59,7 +59,7 @@ def _mean_grey(pixels, count, PIXELS: tl.constexpr):
 
 @triton.jit
 def _counted(pixels, count, LEVELS: tl.constexpr, PIXELS: tl.constexpr):
-    """Pixels of each level, of one channel."""
+    """The number of pixels at each level of one channel."""
     found = tl.zeros((LEVELS,), tl.int32)
     for begin in range(0, count, PIXELS):
         place = begin + tl.arange(0, PIXELS)
@@ -70,7 +70,7 @@ def _counted(pixels, count, LEVELS: tl.constexpr, PIXELS: tl.constexpr):
 
 @triton.jit
 def _equalized(counts, count, level):
-    """What each level becomes, in Pillow's whole numbers."""
+    """The level that each level becomes when equalised, in Pillow's integer arithmetic."""
     highest = tl.max(tl.where(counts > 0, level, 0), 0)
     step = (count - tl.sum(tl.where(level == highest, counts, 0), 0)) // 255
     below = tl.cumsum(counts, 0) - counts
@@ -80,7 +80,7 @@ def _equalized(counts, count, level):
 
 @triton.jit
 def _stretched(counts, level):
-    """What each level becomes where the lowest turns into 0 and the highest into 255."""
+    """The level that each level becomes when the lowest turns into 0 and the highest into 255."""
     lowest = tl.min(tl.where(counts > 0, level, 255), 0)
     highest = tl.max(tl.where(counts > 0, level, 0), 0)
     least = tl.where(highest > lowest, lowest, 0).to(tl.float32)
@@ -91,7 +91,7 @@ def _stretched(counts, level):
 @triton.jit(do_not_specialize=["count"])
 def _look(images, operations, values, tables, count,
           VALUES: tl.constexpr, LEVELS: tl.constexpr, PIXELS: tl.constexpr):  # fmt: skip
-    """What each level becomes, where that is all an operation does. A program: one channel of an image."""
+    """Write a table of levels for operations that map levels. One program handles one channel of an image."""
     image, channel = tl.program_id(0).to(tl.int64), tl.program_id(1)
     operation, first = tl.load(operations + image), tl.load(values + image * VALUES)
     pixels, table = images + image * count * 3, tables + (image * 3 + channel) * LEVELS
@@ -119,14 +119,14 @@ def _look(images, operations, values, tables, count,
 
 @triton.jit
 def _whole(place):
-    """The nearest whole number, of two the even one: beyond this sum, a float has no fraction."""
+    """Round to the nearest whole number, ties to even: a float as large as this sum has no fraction."""
     return (place + 12582912.0) - 12582912.0
 
 
 @triton.jit(do_not_specialize=["side"])
 def _change(images, operations, values, tables, out, side,
             VALUES: tl.constexpr, LEVELS: tl.constexpr, PIXELS: tl.constexpr):  # fmt: skip
-    """A program: some pixels of one image. Images are far apart, places in one are counted in 32 bits."""
+    """Change some pixels of one image per program. Offsets within an image fit in 32 bits."""
     image = tl.program_id(0).to(tl.int64)
     operation, value = tl.load(operations + image), values + image * VALUES
     source, target = images + image * side * side * 3, out + image * side * side * 3
@@ -155,7 +155,7 @@ def _change(images, operations, values, tables, out, side,
             level = tl.load(source + pixel * 3 + channel, mask=exists).to(tl.float32)
             tl.store(target + pixel * 3 + channel, _byte(_plus(level * own, grey, other)), mask=exists)
     elif operation == SHARPNESS:
-        # A 3 x 3 blur that counts the middle five times; from its difference, as torchvision; the border stays.
+        # A 3 x 3 blur that counts the middle five times, by the difference, as in torchvision; the border is unchanged.
         factor = tl.load(value + 1)
         blurs = exists & (row > 0) & (row < side - 1) & (column > 0) & (column < side - 1)
         for channel in tl.static_range(3):
@@ -183,7 +183,7 @@ def _change(images, operations, values, tables, out, side,
 
 
 def apply(images: Tensor, chain: Chain) -> Tensor:
-    """Changed images: N x 3 x S x S, uint8, channels-last."""
+    """Change images: N x 3 x S x S, uint8, channels-last."""
     pixels = images.permute(0, 2, 3, 1).contiguous()
     count, side = pixels.shape[:2]
     tables = torch.empty((count, 3, LEVELS), dtype=torch.uint8, device=images.device)

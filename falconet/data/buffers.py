@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     images: Tensor  # N x 3 x S x S, channels-last; uint8, or already normalised
     labels: Tensor  # N, int64; -1 counts for nothing: padding or a bad image
     mix: Mix | None
-    chain: Chain | None = None  # what is yet to happen to the pixels, once they are on the device
+    chain: Chain | None = None  # changes to make to the pixels once they are on the device
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -43,27 +43,27 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 
 class Rows(Protocol):
-    """The form of what is read."""
+    """The form in which images are read."""
 
     @property
     def size(self) -> int: ...  # side of the images, pixels
 
     @property
-    def rows(self) -> int: ...  # images worth one call
+    def rows(self) -> int: ...  # images per call
 
     @property
     def dtype(self) -> torch.dtype: ...
 
 
 class RowReader(Rows, Protocol):
-    """Reads images into rows of a batch, in the form in which the device gets them; several threads at once."""
+    """Reads images into rows of a batch, in the form in which the device gets them, for several threads at once."""
 
     def read(self, indices: IntArray, *, epoch: int, out: Tensor) -> BoolArray:
         """Write the images into `out` (N x S x S x 3); return which could be read. The others are black."""
 
 
 class PixelRows:
-    """Unchanged pixels."""
+    """Reads pixels unchanged."""
 
     dtype = torch.uint8
 
@@ -75,10 +75,10 @@ class PixelRows:
 
 
 class ValueRows:
-    """Values in the compute format, made on the loader's threads: 2 or 4 bytes per value to copy, not 1.
+    """Reads values in the compute format, made on the loader's threads: 2 or 4 bytes to copy per value, not 1.
 
-    Each value is looked up in a table of what `prepare` gives for the 256 levels of each channel, so that it equals
-    what the device would have computed, bit for bit.
+    Each value comes from a table of what `prepare` gives for the 256 levels of each channel, so that it equals what the
+    device would have computed, bit for bit.
     """
 
     def __init__(self, reader: Reader, prepare: Normalise, *, rows: int | None = None) -> None:
@@ -102,7 +102,7 @@ class ValueRows:
         return read
 
     def _scratch(self, shape: tuple[int, ...]) -> PixelArray:
-        """Pixels of this thread, freed with it."""
+        """Memory for this thread's pixels, freed with the thread."""
         kept: PixelArray | None = getattr(self._thread, "pixels", None)
         if kept is None or kept.shape[0] < shape[0] or kept.shape[1:] != shape[1:]:
             kept = self._thread.pixels = np.empty(shape, np.uint8)
@@ -110,7 +110,7 @@ class ValueRows:
 
 
 class StandardRows:
-    """Each image standardised on the loader's threads, in the compute format.
+    """Reads images standardised, one by one, on the loader's threads, in the compute format.
 
     Images in memory are standardised before they are shifted, as in the TensorFlow original: the zeros that move in
     are then the mean of every image. Photos are standardised after they are read.
@@ -136,16 +136,16 @@ class StandardRows:
 
 
 class Event(Protocol):
-    """Something that a device will have done, such as a torch.cuda.Event."""
+    """A point in a device's work that can be waited for, such as a torch.cuda.Event."""
 
     def synchronize(self) -> None: ...
 
 
 class Buffers:
-    """Host memory for micro-batches, used again once a batch was copied to the device.
+    """Host memory for micro-batches, reused once a batch has been copied to the device.
 
     There are as many buffers as were ever in use at once, which the loader's read-ahead bounds. A buffer that is not
-    given back (a batch that stays on the host, an epoch that ends early) is freed like any other tensor.
+    given back (when a batch stays on the host or an epoch ends early) is freed like any other tensor.
     """
 
     def __init__(self, *, pin: bool = False) -> None:
@@ -169,14 +169,14 @@ class Buffers:
         return Batch(pixels.permute(0, 3, 1, 2), labels, Mix(mixup, box))
 
     def give_back(self, batch: Batch, *, copied: Event) -> None:
-        """Use the buffer of this batch again once `copied` has happened."""
+        """Reuse the buffer of this batch once `copied` has happened."""
         buffer = torch.empty(0, dtype=torch.uint8).set_(batch.images.untyped_storage())
         self._free.append((buffer, copied))
 
     def _buffer(self, size: int) -> Tensor:
         while self._free:
             buffer, copied = self._free.popleft()
-            copied.synchronize()  # recorded some batches ago: finished by now, unless the device is late
+            copied.synchronize()  # recorded some batches ago, so finished by now unless the device is late
             if len(buffer) == size:  # evaluation and training may differ
                 return buffer
         self.allocated += 1
@@ -188,12 +188,12 @@ def on_device(
 ) -> Iterator[list[Batch]]:
     """Each update's micro-batches on the device, in order, copied and augmented there one update ahead.
 
-    `buffers` gets the host memory back once it was copied.
+    `buffers` gets the host memory back once it has been copied.
     """
     if device.type != "cuda":
         yield from ([_augmented(_moved(batch, device)) for batch in update] for update in updates)
         return
-    # Of high priority: what augments images would else wait until a captured update has ended.
+    # High priority: otherwise the augmentation of images would wait until a captured update has ended.
     side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     read = ([_copied(batch, side, buffers) for batch in update] for update in updates)
     for copied, done in one_ahead((update, side.record_event()) for update in read):
@@ -201,7 +201,7 @@ def on_device(
 
 
 def one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """The items, each handed over once the next one is there; one that cannot be had costs none before it."""
+    """Hand over each item once the next one is there; an item that fails does not lose the one before it."""
     iterator, waiting = iter(items), []
     while True:
         try:
@@ -218,18 +218,18 @@ def one_ahead(items: Iterable[T]) -> Iterator[T]:
 
 def _copied(batch: Batch, side: torch.cuda.Stream, buffers: Buffers | None) -> Batch:
     with torch.cuda.stream(side):
-        # From pinned memory, so that the host does not wait. Memory without buffers may go out of scope at once: torch
+        # Pinned memory is copied without making the host wait. Without buffers it may go out of scope at once: torch
         # keeps a freed pinned block until the copies recorded on it are done.
         moved = _moved(batch, side.device)
         if buffers is not None and moved.images is not batch.images:
             buffers.give_back(batch, copied=side.record_event())
         if moved.chain is not None:
-            moved.images.record_stream(side)  # what the device decoded is memory of another stream, and not kept
+            moved.images.record_stream(side)  # what the device decoded is another stream's memory, and not kept
         return _augmented(moved)
 
 
 def _handed_over(update: list[Batch], copied: torch.cuda.Event, device: torch.device) -> list[Batch]:
-    """Order the consumer's stream after the copy, and the reuse of its memory after the consumer."""
+    """Make the consumer's stream wait for the copy, and the reuse of its memory wait for the consumer."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(copied)
     for batch in update:

@@ -21,10 +21,10 @@ UNKNOWN, BAD = -1, -2  # instead of a slot in the cache
 
 
 class PixelCache:
-    """The pixels of the first `most` images read, which must not depend on the epoch.
+    """Keeps the pixels of the first `most` images read, which must not depend on the epoch.
 
-    The system provides pages as they are written, so that an unused cache costs nothing. Of threads that read the same
-    image at the same time, as in two epochs at once, the first one to be done stores it.
+    The system provides pages as they are written, so that an unused cache costs nothing. If several threads read the
+    same image at the same time, as in two epochs at once, the first one to finish stores it.
     """
 
     def __init__(self, reader: "Reader", *, images: int, most: int) -> None:
@@ -32,7 +32,7 @@ class PixelCache:
         self._reader = reader
         self._pixels = np.empty((min(images, most), reader.size, reader.size, 3), np.uint8)
         self._places: npt.NDArray[np.int64] = np.full(images, UNKNOWN, np.int64)
-        self._taken: BoolArray = np.zeros(images, np.bool_)  # those that have a slot, which may not be written yet
+        self._taken: BoolArray = np.zeros(images, np.bool_)  # images with a slot, which may not be written yet
         self._used, self._lock = 0, threading.Lock()
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
@@ -62,7 +62,7 @@ class PixelCache:
         self._places[indices[kept]] = np.arange(first, first + count)  # last: other threads look here
 
 
-SAMPLE = 256  # files whose sizes represent all
+SAMPLE = 256  # files whose sizes stand for all
 
 
 def can_keep() -> bool:
@@ -71,7 +71,7 @@ def can_keep() -> bool:
 
 
 def encoded_bytes(source: PhotoSource) -> int:
-    """Bytes of all photos of a source; of files an estimate: a million stat calls take minutes on a network."""
+    """The bytes of all photos in a source, estimated for files: a million stat calls take minutes on a network."""
     if not isinstance(source, FileSource):
         return int(source.places.sizes.sum(dtype=np.int64))
     sample = np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(np.int64)
@@ -87,18 +87,18 @@ def _size(source: FileSource, index: int) -> int:
 
 
 class EncodedCache:
-    """The photos of a source, each once it was read, in a file in memory (Linux's memfd)."""
+    """Keeps the photos of a source, once read, in a file in memory (Linux's memfd)."""
 
     def __init__(self, source: PhotoSource, *, most: int) -> None:
         self._source, self._most = source, most
         self._file = os.memfd_create("falconet-photos")
         self._close = weakref.finalize(self, os.close, self._file)
-        self._places = np.zeros((len(source), 2), np.int64)  # first byte and size of each; size 0: not here
+        self._places = np.zeros((len(source), 2), np.int64)  # first byte and size of each photo; size 0: not kept
         self._used, self._lock = 0, threading.Lock()
 
     @property
     def used(self) -> int:
-        """Bytes."""
+        """Bytes in use."""
         return self._used
 
     def opened(self, workspace: Workspace, indices: IntArray) -> tuple[SizeArray, StatusArray] | None:

@@ -1,4 +1,4 @@
-"""The findings of `falconet data check` in words: a table, a list of all, JSON, and the content of a page."""
+"""The findings of `falconet data check` as a table, a full list, JSON, and the content of a page."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +18,12 @@ from falconet.report.console import counted
 from falconet.report.data_page import Page, Picture, Section, Tile
 
 FIRST_LINE = "# falconet data check: kind, path and detail of every finding, separated by tabs"
-MOST_EXAMPLES = 2  # in a line
-MOST_LINES = 5  # names of classes in a line
-MOST_SHOWN, MOST_GROUPS, MOST_OF_GROUP = 18, 12, 6  # pictures of a kind, groups, and pictures of a group
-MOST_NAMES = 100  # of classes
-MOST_BYTES = 2_000_000  # of all pictures: as text in the page they take a third more
-THUMBNAIL_SIDE = 168  # pixels of the longer side: 84 on a screen of two pixels per point
+MOST_EXAMPLES = 2  # per line
+MOST_LINES = 5  # class names per line
+MOST_SHOWN, MOST_GROUPS, MOST_OF_GROUP = 18, 12, 6  # pictures per kind, groups, and pictures per group
+MOST_NAMES = 100  # classes
+MOST_BYTES = 2_000_000  # for all pictures: as text in the page they take a third more
+THUMBNAIL_SIDE = 168  # pixels on the longer side: 84 points on a screen with two pixels per point
 THUMBNAIL_QUALITY = 62
 
 
@@ -48,18 +48,18 @@ class Checked:
 class Kind:
     """A kind of copies."""
 
-    name: str  # as in the list and in the JSON
+    name: str  # its name in the list and in the JSON
     title: str
     meaning: str
     has: Callable[[Copies], bool]
-    differs: Callable[[Photo], str] = attrgetter("path")  # in what two of them, the example, differ
+    differs: Callable[[Photo], str] = attrgetter("path")  # what differs between the two copies that serve as an example
 
 
 KINDS = (
     Kind(
         "leak",
         "same file in train and val",
-        "Validation asks for what was trained on: the accuracy comes out too high.",
+        "Validation includes photos that were trained on: the accuracy comes out too high.",
         lambda copies: copies.is_exact and copies.crosses,
         attrgetter("side"),
     ),
@@ -73,27 +73,27 @@ KINDS = (
     Kind(
         "conflict",
         "same file under several classes",
-        "At most one of the labels can be right.",
+        "At most one of its labels can be right.",
         lambda copies: copies.is_exact and copies.conflicts,
         attrgetter("label"),
     ),
     Kind(
         "near-conflict",
         "nearly the same photo under several classes",
-        "Probably one of the labels is wrong.",
+        "One of the labels is probably wrong.",
         lambda copies: not copies.is_exact and copies.conflicts,
         attrgetter("label"),
     ),
     Kind(
         "duplicate",
         "same file several times",
-        "It counts as often as it is there.",
+        "It counts once for each copy.",
         lambda copies: copies.is_exact and not copies.crosses and not copies.conflicts,
     ),
     Kind(
         "near-duplicate",
         "nearly the same photo several times",
-        "Frames of a video or copies of a photo: they count as often as they are there.",
+        "Frames of a video or copies of a photo: each of them counts.",
         lambda copies: not copies.is_exact and not copies.crosses and not copies.conflicts,
     ),
 )
@@ -129,7 +129,7 @@ def lines(checked: Checked) -> list[str]:
 
 
 def _pair(copies: Copies, kind: Kind) -> tuple[Photo, Photo]:
-    """Two copies that show what the kind states, such as one that trains and one that validates."""
+    """Two copies that show what the kind means, such as one that trains and one that validates."""
     first, *others = copies.photos
     return first, next((photo for photo in others if kind.differs(photo) != kind.differs(first)), others[0])
 
@@ -160,13 +160,13 @@ def is_unbalanced(checked: Checked) -> bool:
 
 
 def balance(checked: Checked) -> str:
-    """How much the classes differ in size, and what training can do about it."""
+    """A line on how much the classes differ in size, and what training can do about it."""
     trained = [each for each in checked.findings.classes if each.train]
     if not trained:
         return "There are no photos to train on."
     largest, smallest = max(trained, key=lambda each: each.train), min(trained, key=lambda each: each.train)
     if largest.train == smallest.train:
-        return "Every class has as many photos to train on."
+        return "Every class has the same number of photos to train on."
     text = (
         f"classes differ in size: {largest.train:,} photos of '{largest.name}' to train on, {smallest.train:,} of"
         f" '{smallest.name}', {checked.findings.imbalance:.1f} times as many"
@@ -181,7 +181,7 @@ def balance(checked: Checked) -> str:
 
 @dataclass(frozen=True)
 class ClassFinding:
-    """Classes or folders that something is wrong with."""
+    """Classes or folders with a problem."""
 
     kind: str
     title: str
@@ -196,7 +196,7 @@ def _class_findings(findings: Findings) -> list[ClassFinding]:
         ClassFinding(
             "broken-class-only-in-val",
             "class only in val",
-            "Training refuses it: nothing could be learnt of it.",
+            "Training refuses it, because there is nothing to learn it from.",
             "class",
             findings.untrained,
             is_broken=True,
@@ -204,11 +204,11 @@ def _class_findings(findings: Findings) -> list[ClassFinding]:
         ClassFinding(
             "class-not-in-val",
             "class without a photo in val",
-            "It is trained, and its accuracy is not measured.",
+            "It is trained, but its accuracy is not measured.",
             "class",
             findings.unvalidated,
         ),
-        ClassFinding("empty-folder", "folder without a photo", "It is no class.", "folder", findings.empty),
+        ClassFinding("empty-folder", "folder without a photo", "It is not a class.", "folder", findings.empty),
     )
     return [each for each in found if each.names]
 
@@ -224,7 +224,7 @@ def _examples(finding: Finding) -> str:
 
 
 def _detail(photo: Photo, finding: Finding) -> str:
-    """What is said of a photo, unless the title of the finding says it."""
+    """What is noted about a photo beyond the title of the finding."""
     return f" ({photo.detail})" if photo.detail not in ("", finding.title) else ""
 
 
@@ -306,7 +306,7 @@ class Gallery:
 
 
 def _thumbnail(source: PhotoSource, number: int) -> bytes | None:
-    """A photo as training sees it, as a JPEG; of a broken one what can be decoded, None: nothing."""
+    """A photo as training sees it, as a JPEG: what can be decoded of a broken one; None if that is nothing."""
     try:
         with _broken_allowed():
             return use_image(source.opened(number), lambda image: _encoded(_shrunk(image)))
@@ -340,7 +340,7 @@ def _encoded(image: Image.Image) -> bytes:
 
 @contextmanager
 def _broken_allowed() -> Iterator[None]:
-    """Let Pillow return what it has of a truncated file; a setting of the whole process, so of one thread."""
+    """Let Pillow return what it has of a truncated file. The setting is global, so only one thread may use it."""
     before = ImageFile.LOAD_TRUNCATED_IMAGES
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     try:
@@ -374,7 +374,7 @@ def page(checked: Checked, photos: Photos) -> Page:
 
 
 def _spread(copies: Copies) -> list[Photo]:
-    """The first copies, with one of each part and class before the others."""
+    """The first copies to show: one of each part and class, then the others."""
     firsts = {(photo.side, photo.label): photo for photo in reversed(copies.photos)}
     shown = sorted(firsts.values()) + [photo for photo in copies.photos if photo not in firsts.values()]
     return shown[:MOST_OF_GROUP]

@@ -1,4 +1,4 @@
-"""Which part of an image is read: evaluation's centre crop, random crops as torchvision or TensorFlow draws them."""
+"""Crops: the part of an image that is read, by evaluation's centre or by torchvision's or TensorFlow's random draws."""
 
 import math
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def crop_draws(indices: IntArray, *, seed: int, epoch: int) -> FloatArray:  # N 
 def random_resized_crop(  # N x 4: x0, y0, x1, y1
     widths: IntArray, heights: IntArray, draws: FloatArray, *, least: float = AUGMENTATION.crop_area
 ) -> IntArray:
-    """The first of ten random boxes that fits into the image, else the largest centred one of a permitted ratio."""
+    """The first of ten random boxes that fits into the image, else the largest centred one with a permitted ratio."""
     images = np.arange(len(widths))
     area = (widths * heights)[:, None] * (least + draws[:, 0 : 2 * ATTEMPTS : 2] * (1 - least))
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
@@ -81,7 +81,7 @@ def object_crop(
 ) -> Box | None:
     """The first drawn box that fits into the image and covers enough of an object; None if there is none.
 
-    TensorFlow's sample_distorted_bounding_box with the ratios of the plain random crop.
+    This is TensorFlow's sample_distorted_bounding_box, with the ratios of the plain random crop.
     """
     area, ratio, down, right = draws.T  # A each
     share = least + area * (1 - least)
@@ -113,7 +113,7 @@ def shifts(  # N x 2: down, right
 ) -> IntArray:
     """How far each image moves, at most `reach` pixels each way: padding and a crop of the same size.
 
-    `reach`: None for an eighth of the side.
+    `reach`: None means an eighth of the side.
     """
     reach = max(1, side // 8) if reach is None else reach
     drawn = uniform(seed=seed, epoch=epoch, indices=indices, purpose=Purpose.CROP, draws=2)
@@ -128,11 +128,11 @@ def flips(augment: Augment, indices: IntArray, *, seed: int, epoch: int) -> Bool
 
 
 def alternating_flips(augment: Augment, indices: IntArray, *, seed: int, epoch: int) -> BoolArray:  # N
-    """The same half in every second epoch, and the other half in those between.
+    """Which images are mirrored: the same half in every second epoch, and the other half in the epochs between.
 
-    In two epochs in a row every image comes once each way, where random flips would show a half of them twice one way.
+    In two epochs in a row every image comes once each way; random flips would show half of them the same way twice.
     """
-    numbered, copies = epoch & ((1 << COPY_BITS) - 1), epoch >> COPY_BITS  # as the loader has them
+    numbered, copies = epoch & ((1 << COPY_BITS) - 1), epoch >> COPY_BITS  # as the loader numbers them
     first = flips(augment, indices, seed=seed, epoch=copies << COPY_BITS)
     return first if numbered % 2 == 0 or augment not in FLIPPING else ~first
 
@@ -151,9 +151,9 @@ class Attempts:
 
 
 def attempt(widths: IntArray, heights: IntArray, draws: FloatArray, *, least: float) -> Attempts:  # draws: N x A x 4
-    """Boxes that cover at least `least` of their image.
+    """Draw boxes that cover at least `least` of their image.
 
-    As in TensorFlow, the last offset down and right is never drawn unless it is the only one.
+    As in TensorFlow, the last offset down or right is never drawn unless it is the only one.
     """
     width, height = widths[:, None], heights[:, None]
     ratio = TENSORFLOW_RATIO[0] + draws[..., 0] * (TENSORFLOW_RATIO[1] - TENSORFLOW_RATIO[0])
@@ -210,7 +210,7 @@ class Crops:
 
     @property
     def size(self) -> int:
-        """Side of what is read, pixels."""
+        """The side of the images read, in pixels."""
         return self.preprocessing.image_size
 
     @property
@@ -223,7 +223,7 @@ class Crops:
         return draw(self.augment, indices, seed=self.seed, epoch=epoch)
 
     def shifts(self, indices: IntArray, *, side: int, epoch: int) -> IntArray | None:  # N x 2: down, right
-        """How far images of this side move; None: nowhere."""
+        """How far images with this side move; None if they do not."""
         if self.augment not in ("shift", "shift-flip"):
             return None
         asked = self.augmentation.shift_reach
@@ -254,7 +254,7 @@ class Crops:
         return [row for row, index in enumerate(indices.tolist()) if len(objects[index]) > 0]
 
     def _object_box(self, index: int, size: list[int], epoch: int) -> Box:
-        """Ten attempts, which nearly always suffice, then the others; the whole image if all fail."""
+        """A crop that overlaps an object: ten attempts nearly always suffice; the whole image if all fail."""
         assert self.objects is not None
         width, height = size
         for first, last in ((0, ATTEMPTS), (ATTEMPTS, OBJECT_ATTEMPTS)):
@@ -266,7 +266,7 @@ class Crops:
         return (0.0, 0.0, float(width), float(height))
 
     def _filled_box(self, index: int, size: list[int], epoch: int) -> Box:
-        """The first of ten plain crops of which an object fills enough, else the last."""
+        """The first of ten plain crops that an object fills enough, else the last."""
         assert self.objects is not None
         width, height = np.full((2, ATTEMPTS), np.array(size)[:, None])
         draws = uniform(

@@ -1,4 +1,4 @@
-"""The data of a run: its training and validation images, and how they become model input."""
+"""A run's data: its training and validation images, and how they become model input."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION, Metric
 from falconet.writing import could_name_a_file
 
 IMAGENET_CLASSES = 1000
-MOST_NAMES = 10 << 20  # bytes of all class names as JSON: a manifest, which indents them, may have 16 MiB
+MOST_NAMES = 10 << 20  # bytes of all class names as JSON: a manifest indents them, and may have 16 MiB
 # Images of ILSVRC 2012, and bytes per file on average: the size of the published archive over its images.
 IMAGENET_TRAIN = (1_281_167, 115_440)
 IMAGENET_VALIDATION = (50_000, 134_898)
@@ -39,10 +39,10 @@ DIGITS_SIZE = 8  # pixels, as stored: doubling it takes 2.6 times as long and ga
 
 CHECKED = {"folder": ("auto", "yes"), "imagenet": ("yes",)}  # kinds of photos -> values of --check-images
 MOST_WORKERS, WAITING = 32, 4  # threads that read headers: several per core, because they wait for the disk
-MOST_BAD = 5  # broken photos that are named
-MOST_CLASSES_NAMED = 3  # in a message
-MOST_SHOWN = 48  # characters of class names in a line
-BAD_PHOTOS = "bad_photos.txt"  # in the run folder: all of them
+MOST_BAD = 5  # broken photos named in a message
+MOST_CLASSES_NAMED = 3  # per message
+MOST_SHOWN = 48  # characters of class names per line
+BAD_PHOTOS = "bad_photos.txt"  # lists all of them, in the run folder
 
 UseObjects = Literal["no", "if there", "yes"]
 
@@ -55,7 +55,7 @@ class Dataset(Splits):
     preprocessing: Preprocessing
     training: Preprocessing  # the same, except that training may use a smaller image size
     on_host: bool = False  # whether images are normalised before they are copied to the device
-    where: str = ""  # the folder or table of the user's own photos
+    where: str = ""  # the user's folder or table of photos
     check: Check = field(default_factory=Check)
 
     @property
@@ -68,12 +68,12 @@ class Dataset(Splits):
         return ACCURACY if self.label_sets is None else MEAN_AVERAGE_PRECISION
 
     def normalise(self, device: torch.device, *, dtype: torch.dtype = torch.float32, channels: int = 3) -> Normalise:
-        """What the device does to the images it gets; channels beyond three are 0."""
+        """What the device does to images; channels beyond three are 0."""
         preprocessing = self.preprocessing.unnormalised if self.on_host else self.preprocessing
         return normaliser(preprocessing, dtype=dtype, channels=channels).to(device)
 
     def augment(self, asked: str) -> Augment:
-        """The augmentation of this data; "auto" depends on its kind."""
+        """The augmentation to use; "auto" depends on the kind of data."""
         automatic: dict[str, Augment] = {"digits": "shift", "generated": "none", "synthetic": "none"}
         if asked == "auto":
             native = self.native_size == self.training.image_size
@@ -93,16 +93,16 @@ class Dataset(Splits):
         return Crops(preprocessing=self.preprocessing)
 
     def at_reduced_size(self) -> "Dataset":
-        """The same with the smaller images of half-resolution training."""
+        """The same data with the smaller images of half-resolution training."""
         return self.trained_at(reduced_size(self.preprocessing.image_size))
 
     def trained_at(self, side: int) -> "Dataset":
-        """The same with images of another size for training."""
+        """The same data with images of another size for training."""
         training = replace(self.preprocessing, image_size=side, resize=self.preprocessing_at(side).resize)
         return replace(self, training=training)
 
     def found(self) -> list[str]:
-        """What photos were found and how they are divided, in two lines, then what to know about them."""
+        """Lines on the photos found: how many, how they are divided, and what to know about them."""
         if not self.where:
             return self._bad()
         labels = np.concatenate((self.train.labels, self.validation.labels))
@@ -123,18 +123,18 @@ class Dataset(Splits):
         ]
 
     def _met(self) -> str:
-        """The share that validates, where it is another than the one asked for."""
+        """The share that validates, if it differs from the one asked for."""
         met = 100 * len(self.validation) / max(1, len(self.train) + len(self.validation))
         return "" if self.held_out is None or round(met) == round(100 * self.held_out) else f"{met:.0f} %, for "
 
     def _shown_classes(self) -> str:
-        """The first classes, as many as a line takes: a folder that should not be one is noticed here."""
+        """The first classes, as many as fit in a line, so that a folder that should not be a class is noticed."""
         lengths = np.cumsum([len(name) + 2 for name in self.class_names])
         shown = self.class_names[: max(1, int(np.searchsorted(lengths, MOST_SHOWN, side="right")))]
         return ", ".join((*shown, "...") if len(shown) < self.classes else shown)
 
     def _counts(self, labels: IntArray) -> IntArray:
-        """Images of each class."""
+        """The number of images in each class."""
         if self.label_sets is None:
             return np.bincount(labels, minlength=self.classes)
         return np.asarray(self.label_sets[labels].sum(axis=0), np.int64)
@@ -180,7 +180,7 @@ class Dataset(Splits):
         return "" if objects is None else f", {objects.annotated:,} of them with boxes"
 
     def fingerprint(self) -> dict[str, int | str]:
-        """What a checkpoint states about the images: how many there are, and a digest of their names and labels."""
+        """What a checkpoint states about the images: their number, and a digest of their names and labels."""
         digest = hashlib.blake2b(digest_size=16)
         for source in (self.train, self.validation):
             names = getattr(source, "names", None)
@@ -189,12 +189,12 @@ class Dataset(Splits):
         return {"training": len(self.train), "validation": len(self.validation), "digest": digest.hexdigest()}
 
     def changes_since(self, saved: object) -> str | None:
-        """A note if these are other images than those of a fingerprint."""
+        """A note if the images are not those of a fingerprint."""
         now = self.fingerprint()
         match saved:
             case {"training": int() as training, "validation": int() as validation, "digest": str() as digest}:
                 then = f"{training:,} to train and {validation:,} to validate"
-            case _:  # of older versions
+            case _:  # from an older version
                 return None
         if digest == now["digest"]:
             return None
@@ -207,11 +207,11 @@ class Dataset(Splits):
         )
 
     def left_out(self) -> tuple[str, ...]:
-        """The validation photos that no accuracy counts, because their files are broken."""
+        """Validation photos that are not counted in the accuracy, because their files are broken."""
         return tuple(str(bad.path) for bad in self.check.validation)
 
     def check_trainable(self, allowed: str) -> None:
-        """Require photos of two classes or more to train on, no more of them bad than `--bad-images-allowed` says."""
+        """Require training photos of at least two classes, with no more bad ones than `--bad-images-allowed`."""
         self._check_bad(allowed)
         if not self.where:
             return
@@ -225,10 +225,10 @@ class Dataset(Splits):
             raise DataError(
                 f"{self.where}: no photos to validate on"
                 + (f", because they are {what_is_wrong(bad)}; the first: {bad[0]}" if bad else "")
-                + "; expected some in val/, or two photos or more of each class"
+                + "; expected some in val/, or at least two photos in each class"
             )
         if self.label_sets is not None and not self._counts(self.validation.labels).any():
-            raise DataError(f"{self.where}: none of the photos to validate on has a label; expected some that have one")
+            raise DataError(f"{self.where}: none of the photos to validate on has a label; expected some with a label")
         if self.classes < 2:
             raise DataError(
                 f"{self.where}: all photos are of one class, '{self.class_names[0]}'; expected at least two, each in a"
@@ -254,7 +254,7 @@ class Dataset(Splits):
             raise DataError(f"no photo of '{name}' is left to train on; the {what_is_wrong(bad)} ones include {bad[0]}")
 
     def of_classes(self, class_names: tuple[str, ...], *, where: str, several: bool) -> "Dataset":
-        """The images with the class numbers of a checkpoint, which may know more classes than the photos show."""
+        """The images with a checkpoint's class numbers; it may know more classes than the photos show."""
         is_alike = several == (self.label_sets is not None) and {*self.class_names} <= {*class_names}
         is_alike = is_alike and self.class_names != class_names
         if not is_alike or not isinstance(self.train, FileSource) or not isinstance(self.validation, FileSource):
@@ -269,13 +269,13 @@ class Dataset(Splits):
         return replace(self, train=train, validation=validation, label_sets=sets)
 
     def renamed(self, names: Mapping[str, str]) -> "Dataset":
-        """With other names for its classes, in the same order."""
+        """The same data with other names for its classes, in the same order."""
         called = tuple(names.get(name, name) for name in self.class_names)
         train, validation = replace(self.train, class_names=called), replace(self.validation, class_names=called)
         return replace(self, train=train, validation=validation)
 
     def check_classes(self, class_names: tuple[str, ...], *, where: str, several: bool | None = None) -> None:
-        """Require the classes that a checkpoint was trained on. `several`: labels per photo; None: not known."""
+        """Require the classes that a checkpoint was trained on. `several`: several labels per photo; None: unknown."""
         got = self.label_sets is not None
         if several not in (None, got):
             words = {False: "one label per photo", True: "several labels per photo"}
@@ -288,7 +288,7 @@ class Dataset(Splits):
 
 
 def _difference(got: tuple[str, ...], expected: tuple[str, ...]) -> str:
-    """How the classes of data differ from those of a checkpoint, with examples."""
+    """How the data's classes differ from a checkpoint's, with examples."""
     new, absent = sorted({*got} - {*expected}), sorted({*expected} - {*got})
     words = [f"{_some(new)} {'is' if len(new) == 1 else 'are'} new"] if new else []
     words += [f"{_some(absent)} {'is' if len(absent) == 1 else 'are'} missing"] if absent else []
@@ -310,12 +310,12 @@ def open_dataset(
     percentage: float = 100.0,
     to_train: bool = False,
 ) -> Dataset:
-    """The data at the model's image size. `percentage`: of the training images, unless they are generated.
+    """Open the data at the model's image size; generated data ignores `percentage`, the share of training images.
 
-    `to_train`: check the user's own photos first, leave out the broken ones, and refuse what cannot be trained on.
+    `to_train`: check the user's photos first, leave out the broken ones, and refuse what cannot be trained on.
     """
     size = _image_size(data, model)
-    if data.data in ("generated", "synthetic"):  # which differ only in the loader
+    if data.data in ("generated", "synthetic"):  # these differ only in the loader
         classes = value_or(data.classes, 10 if model.endswith("-cifar") else 1000)
         images = data.iterations * global_batch
         validated = value_or(data.validation_images, max(1, images // 10))
@@ -338,19 +338,19 @@ def open_dataset(
 
 
 def home_of(path: Path) -> Path:
-    """The folder of photos, or that of their table."""
+    """The folder with the photos, or with their table."""
     return path if path.is_dir() else path.parent
 
 
 def open_to_measure(data: Data, *, model: str, global_batch: int, seed: int, use_objects: UseObjects = "no") -> Dataset:
-    """The data for measurements of speed, which need no classes: photos may lie directly in the folder."""
+    """Open data to measure speed, which needs no classes: photos may lie directly in the folder."""
     if data.data == "folder" and data.data_dir is not None and layout.is_flat(data.data_dir):
         return prepared(layout.unlabelled(data.data_dir, classes=IMAGENET_CLASSES), data, size=_image_size(data, model))
     return open_dataset(data, model=model, global_batch=global_batch, seed=seed, use_objects=use_objects)
 
 
 def published_dataset(data: Data, *, model: str, percentage: float = 100.0) -> Dataset | None:
-    """The data as it was published, for a plan; None if it can be opened, or its size is unknown."""
+    """The data as published, for a plan; None if it can be opened, or if its published size is unknown."""
     splits = published(data.data, data.data_dir)
     return (
         None
@@ -360,13 +360,13 @@ def published_dataset(data: Data, *, model: str, percentage: float = 100.0) -> D
 
 
 def refitted(dataset: Dataset, data: Data, model: str) -> Dataset:
-    """The same images, prepared as other options ask for."""
+    """The same images, prepared by other options."""
     splits = Splits(**{each.name: getattr(dataset, each.name) for each in fields(Splits)})
     return replace(prepared(splits, data, size=_image_size(data, model)), check=dataset.check)
 
 
 def prepared(splits: Splits, data: Data, *, size: int) -> Dataset:
-    """Splits at a size, with the preprocessing that the options ask for."""
+    """The splits at an image size, with the preprocessing that the options ask for."""
     _check_class_names(splits.class_names, where=str(data.data_dir or data.data))
     if data.validation_crop != "auto":
         splits = replace(splits, centred=data.validation_crop == "centre")
@@ -431,7 +431,7 @@ def _opened(data: Data, use_objects: UseObjects, *, seed: int) -> Splits:
 
 
 def share_of(splits: Splits, *, percentage: float) -> Splits:
-    """Use evenly spread training images only; sources are sorted by class, so each class keeps its share."""
+    """Keep a percentage of training images, evenly spread: sources are sorted by class, so each keeps its share."""
     count = len(splits.train)
     steps = np.arange(count + 1) * percentage // 100
     chosen = np.flatnonzero(np.diff(steps))
@@ -457,7 +457,7 @@ def _image_size(data: Data, model: str) -> int:
 
 
 def published(kind: str, data_dir: Path | None) -> Splits | None:
-    """Splits of the published size with nothing to read; None if `data_dir` has the data, or the size is unknown."""
+    """Splits of the published sizes with nothing to read; None if `data_dir` has the data, or a size is unknown."""
     if kind == "imagenet" and not (data_dir and data_dir.is_dir()):
         return Splits(
             train=_photos(*IMAGENET_TRAIN),

@@ -1,4 +1,4 @@
-"""Photos in memory, as strangers send them, to the pixels that validation reads from the same files."""
+"""Decodes strangers' photos from memory to the same pixels that validation reads from files."""
 
 import threading
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ class PhotoDecoder:
     """Decodes photos from any number of threads at once, within limits that hold whatever the photos are.
 
     JPEGs are decoded by the native library, which reads no more than the crop needs; Pillow takes what that refuses.
-    Pillow needs up to 16 bytes per pixel, so the photos that it decodes at the same time have together at most
-    `most_pixels` pixels: the threads wait for each other.
+    Pillow needs up to 16 bytes per pixel, so the photos that it decodes at the same time have at most `most_pixels`
+    pixels in total: threads wait for each other.
     """
 
     def __init__(self, *, most_bytes: int = MOST_BYTES, most_pixels: int | None = None) -> None:
-        """`most_bytes`: of a photo; `most_pixels`: of a picture, below Pillow's limit, or None for that."""
+        """`most_bytes`: per photo; `most_pixels`: per picture, below Pillow's limit, or None for that limit."""
         limits = [each for each in (most_pixels, Image.MAX_IMAGE_PIXELS) if each is not None]
         self.most_bytes, self.most_pixels = most_bytes, min(limits, default=MOST_PIXELS)
         self._library = native.library()
@@ -37,7 +37,7 @@ class PhotoDecoder:
         self._at_once = _Share(self.most_pixels)
 
     def decode(self, photo: Encoded, preprocessing: Preprocessing) -> PixelArray:  # image size x image size x 3
-        """The centre crop that the model gets in a validation, of the first frame; else UnreadableImageError."""
+        """The centre crop of the first frame, as in validation; UnreadableImageError if there is none."""
         size = memoryview(photo).nbytes
         if size == 0:
             raise UnreadableImageError("empty file")
@@ -59,7 +59,7 @@ class PhotoDecoder:
             raise UnreadableImageError(printable(str(error))[:MOST_REASON]) from None
 
     def _by_library(self, photo: Encoded, preprocessing: Preprocessing) -> PixelArray | None:
-        """None: a photo for Pillow."""
+        """The pixels from the native library; None: a photo for Pillow."""
         if self._library is None:
             return None
         if not hasattr(self._own, "workspace"):
@@ -84,11 +84,11 @@ class PhotoDecoder:
 
 
 class _Share:
-    """A number of pixels that several threads divide among them, in the order in which they ask."""
+    """A number of pixels that threads share, in the order in which they ask."""
 
     def __init__(self, pixels: int) -> None:
         self._free = pixels
-        self._first = threading.Lock()  # held by the one that waits: else small photos would always pass a large one
+        self._first = threading.Lock()  # held while waiting: otherwise small photos would always overtake a large one
         self._changed = threading.Condition()
 
     @contextmanager

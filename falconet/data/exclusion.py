@@ -1,7 +1,7 @@
-"""The list of photos to leave out: written by `falconet data check`, or by hand; read by training.
+"""The list of photos to leave out: written by `falconet data check` or by hand, and read by training.
 
-One path per line, relative to the folder of the data, or absolute. Lines that start with # are remarks. A path that
-such a line cannot hold, with a line break or bytes that are no text, is a JSON string in quotes.
+It has one path per line, relative to the folder of the data, or absolute. Lines that start with # are remarks. A path
+that does not fit in a line, because of a line break or bytes that are not text, is a JSON string in quotes.
 """
 
 import json
@@ -18,7 +18,7 @@ from falconet.errors import DataError, printable
 from falconet.report.console import counted
 
 MOST_BYTES = 1 << 30  # a million long paths take a tenth of it
-MOST_NAMED = 3  # entries that match nothing
+MOST_NAMED = 3  # entries that match nothing, per message
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Exclusion:
 
     where: Path
     entries: frozenset[str]  # as written
-    home: Path  # which they are relative to
+    home: Path  # the folder that they are relative to
 
     @property
     def paths(self) -> dict[bytes, str]:
-        """Each entry's path from the home, as bytes; one that is relative to the current folder is meant too."""
+        """Each entry's path from the home, as bytes; it may also be relative to the current folder."""
         home = self.home.absolute()
         found: dict[bytes, str] = {}
         for entry in sorted(self.entries):
@@ -47,14 +47,14 @@ def line_of(path: str) -> str:
 
 
 def text_of(paths: Iterable[Path], *, home: Path, remarks: Sequence[str]) -> str:
-    """The list, with remarks at its top."""
+    """The text of a list, with remarks at the top."""
     lines = [f"# {printable(remark)}" for remark in remarks]
     lines += [line_of(os.path.relpath(path.absolute(), home.absolute())) for path in paths]
     return "\n".join(lines) + "\n"
 
 
 def read(path: Path, *, home: Path) -> Exclusion:
-    """The list in a file; `home`: the folder of the data."""
+    """Read a list from a file; `home`: the folder of the data."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise DataError(f"{path}: larger than any list of photos; expected one path per line")
@@ -67,7 +67,7 @@ def read(path: Path, *, home: Path) -> Exclusion:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     if "\0" in text:
-        raise DataError(f"{path}: not a text; expected one path per line")
+        raise DataError(f"{path}: not a text file; expected one path per line")
     entries = set()
     for number, line in enumerate(text.split("\n"), start=1):
         line = line.strip()
@@ -114,7 +114,7 @@ def applied(splits: Splits, exclusion: Exclusion) -> Splits:
 
 
 def _listed(source: FileSource, paths: dict[bytes, str], home: Path) -> dict[int, bytes]:
-    """The photos of a source that a list names, by number."""
+    """Photos of a source that a list names, by number."""
     prefix = os.fsencode(os.path.relpath(source.root.absolute(), home.absolute()))
     before = b"" if prefix == b"." else prefix + b"/"
     names = (os.path.normpath(before + source.names.coded(number)) for number in range(len(source)))

@@ -1,4 +1,4 @@
-"""What the inspection of a dataset found: broken photos, unusual ones, copies, and classes that are badly divided."""
+"""Findings about a dataset: broken photos, unusual ones, copies, and badly divided classes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ TRAIN, VALIDATION = "train", "val"
 
 @dataclass(frozen=True)
 class Limits:
-    """Beyond which a photo is worth a remark."""
+    """Limits beyond which a photo is worth a remark."""
 
-    least_side: int = 32  # pixels of the shorter side
+    least_side: int = 32  # pixels on the shorter side
     most_pixels: int = 50_000_000
-    most_ratio: float = 4.0  # of the longer side to the shorter
-    most_bits: int = fingerprints.NEAR  # that fingerprints of near copies differ in
-    imbalance: float = 3.0  # of the largest class to the smallest
+    most_ratio: float = 4.0  # the longer side over the shorter
+    most_bits: int = fingerprints.NEAR  # in which fingerprints of near copies may differ
+    imbalance: float = 3.0  # the largest class over the smallest
 
 
 class Photo(NamedTuple):
@@ -41,9 +41,9 @@ class Photo(NamedTuple):
 class Finding:
     """One kind of finding, and its photos."""
 
-    kind: str  # as in the JSON
+    kind: str  # its key in the JSON
     title: str
-    meaning: str  # what training makes of them
+    meaning: str  # what it means for training
     is_broken: bool
     photos: Sequence[Photo]
 
@@ -57,17 +57,17 @@ class Copies:
 
     @property
     def crosses(self) -> bool:
-        """Whether some train and others validate."""
+        """Whether some copies train and others validate."""
         return len({photo.side for photo in self.photos}) > 1
 
     @property
     def conflicts(self) -> bool:
-        """Whether they are of different classes."""
+        """Whether the copies have different classes."""
         return len({photo.label for photo in self.photos}) > 1
 
 
 class ClassSize(NamedTuple):
-    """The whole photos of a class."""
+    """The usable photos of a class."""
 
     name: str
     train: int
@@ -76,13 +76,13 @@ class ClassSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """All that was found."""
+    """All findings."""
 
     broken: tuple[Finding, ...]
     remarks: tuple[Finding, ...]
     copies: tuple[Copies, ...]
     classes: tuple[ClassSize, ...]
-    untrained: tuple[str, ...]  # classes without a photo to train on: training refuses them
+    untrained: tuple[str, ...]  # classes without a training photo, which training refuses
     unvalidated: tuple[str, ...]
     empty: tuple[str, ...]  # folders that would be classes
     checked: int
@@ -96,7 +96,7 @@ class Findings:
 
     @property
     def imbalance(self) -> float:
-        """Photos of the largest class over those of the smallest that has any, in training."""
+        """Training photos in the largest class over those in the smallest that has any."""
         sizes = [each.train for each in self.classes if each.train]
         return max(sizes) / min(sizes) if sizes else 1.0
 
@@ -108,20 +108,20 @@ BROKEN = {  # kind: title, meaning
     "truncated": ("truncated", "The file ends too early."),
     "empty": ("empty file", "The file has no bytes."),
     "not-an-image": ("not an image", "No decoder knows the content, such as a web page saved under a photo's name."),
-    "too-large": ("too many pixels", "More than Pillow's limit, which guards against files that fill the memory."),
-    "missing": ("missing", "A table names it, or a link leads to it, and it is not there."),
-    "unreadable": ("cannot be read", "The system refuses it."),
-    "damaged": ("damaged", "No decoder gets a picture out of it."),
+    "too-large": ("too many pixels", "More than Pillow's limit, which guards against files that fill memory."),
+    "missing": ("missing", "A table names it or a link leads to it, but it is not there."),
+    "unreadable": ("cannot be read", "The system refuses to open it."),
+    "damaged": ("damaged", "No decoder can read it."),
 }
 REASONS = {"truncated": "truncated", "empty file": "empty", "not an image": "not-an-image", MISSING: "missing"}
 MARKS = {
-    Mark.DAMAGED: ("damaged-readable", "damaged, but readable", "Training reads it; parts may be grey or shifted."),
+    Mark.DAMAGED: ("damaged-readable", "damaged, but readable", "Training reads it, but parts may be grey or shifted."),
     Mark.MISNAMED: (
         "wrong-extension",
         "wrong extension",
         "Training goes by the content and reads it; other programs may not.",
     ),
-    Mark.CMYK: ("cmyk", "CMYK", "Converted to RGB without a colour profile: colours differ from what editors show."),
+    Mark.CMYK: ("cmyk", "CMYK", "Converted to RGB without a colour profile: colours differ from those in editors."),
     Mark.WIDE: ("16-bit", "16-bit", "Training sees the upper 8 bits."),
     Mark.ANIMATED: ("animated", "several frames", "Training sees the first frame."),
     Mark.ROTATED: (
@@ -134,7 +134,7 @@ MARKS = {
 
 
 def kind_of_broken(reason: str) -> str:
-    """The kind of a broken photo, by the reason that training gives."""
+    """The kind of breakage, by the reason that training gives."""
     if reason.startswith("more than"):
         return "too-large"
     if reason.startswith("damaged") or reason in ("checksum mismatch", "cut short"):
@@ -144,7 +144,7 @@ def kind_of_broken(reason: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Photos:
-    """The photos of both parts, numbered through: those to train on first."""
+    """The photos of both parts, numbered consecutively, training photos first."""
 
     splits: Splits
     train: PhotoSource
@@ -164,12 +164,12 @@ class Photos:
         return Photo(number, source.where(own), side, self.label(int(source.labels[own])), detail)
 
     def label(self, number: int) -> str:
-        """The class, or the classes of a set."""
+        """The class of a photo, or the classes of its set."""
         names, sets = self.splits.class_names, self.splits.label_sets
         return names[number] if sets is None else " | ".join(names[at] for at in np.flatnonzero(sets[number]).tolist())
 
     def class_sizes(self, seen: Inspection) -> tuple[ClassSize, ...]:
-        """The photos of each class that can be used: those that are broken are left out of training."""
+        """The number of usable photos in each class, without the broken ones, which training leaves out."""
         usable, border = seen.marks & Mark.BROKEN == 0, len(self.train)
         parts = (self.train.labels[usable[:border]], self.validation.labels[usable[border:]])
         return tuple(map(ClassSize, self.splits.class_names, *(self._counts(part).tolist() for part in parts)))
@@ -182,7 +182,7 @@ class Photos:
 
 
 def find(photos: Photos, seen: Inspection, limits: Limits) -> Findings:
-    """Everything that the inspection, perhaps of a part of the photos, has found."""
+    """Everything found by an inspection, which may be of a part of the photos."""
     sizes = photos.class_sizes(seen)
     empty = _empty_folders(photos)
     has_both = len(photos.train) > 0 and len(photos.validation) > 0
@@ -230,7 +230,7 @@ def _remarks(photos: Photos, seen: Inspection, limits: Limits) -> Iterator[Findi
         (
             "huge",
             f"more than {limits.most_pixels / 1e6:g} megapixels",
-            "Each epoch decodes all of it: `falconet data pack --resize` makes it small once.",
+            "Each epoch decodes all of it; `falconet data pack --resize` shrinks it once.",
             pixels > limits.most_pixels,
         ),
         (
@@ -248,13 +248,13 @@ def _remarks(photos: Photos, seen: Inspection, limits: Limits) -> Iterator[Findi
 
 
 def _copies(photos: Photos, seen: Inspection, most_bits: int) -> Iterator[Copies]:
-    """Equal files, then photos that look the same; of broken ones nothing is known."""
+    """Groups of equal files, then of photos that look the same; broken photos are in none."""
     usable = np.flatnonzero((seen.marks & Mark.CHECKED != 0) & (seen.marks & Mark.BROKEN == 0))
     words = seen.digests[usable].view([("", np.uint64)] * 2).ravel()
     order = np.argsort(words, kind="stable")
     starts = np.flatnonzero(np.r_[True, words[order][1:] != words[order][:-1]][: len(order)])
     lengths = np.diff(np.r_[starts, len(order)])
-    several = lengths > 1  # few, as a rule: a million photos are not taken one by one
+    several = lengths > 1  # few, as a rule: a million photos are not looked at one by one
     spans = zip(starts[several].tolist(), lengths[several].tolist(), strict=True)
     equal = {int(usable[order[at]]): usable[order[at : at + length]] for at, length in spans}
     for first in sorted(equal):
@@ -268,7 +268,7 @@ def _copies(photos: Photos, seen: Inspection, most_bits: int) -> Iterator[Copies
 
 
 def _empty_folders(photos: Photos) -> tuple[str, ...]:
-    """Folders beside the classes that hold no photo."""
+    """Folders beside the classes that have no photo."""
     roots = {source.root for source in (photos.train, photos.validation) if isinstance(source, FileSource)}
     if photos.splits.layout != "class folders":
         return ()
@@ -277,7 +277,7 @@ def _empty_folders(photos: Photos) -> tuple[str, ...]:
 
 
 def _is_repeated(note: str, empty: Sequence[str]) -> bool:
-    """Whether a note of the layout is on classes that the findings name."""
+    """Whether a note on the layout repeats what the findings say about classes."""
     return ": no photo of " in note or note.startswith(tuple(f"{path}: " for path in empty))
 
 
@@ -291,9 +291,9 @@ def _extremes(seen: Inspection) -> tuple[str, ...]:
 
 
 def superfluous(found: Findings, *, near: bool) -> list[Photo]:
-    """Training photos to leave out, so that none of them is a copy of another or of one that validates.
+    """Training photos to leave out, so that none of the others is a copy of another or of a validation photo.
 
-    Of copies under several classes none is kept: which label is right is not known.
+    Copies under several classes are all left out, because it is not known which label is right.
     """
     left: dict[int, Photo] = {}
     for copies in found.copies:

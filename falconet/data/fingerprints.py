@@ -1,9 +1,9 @@
-"""Fingerprints of photos: equal for near copies of a photo, far apart for different ones; and the search for pairs.
+"""Fingerprints of photos, nearly equal for near copies and far apart for different photos, and the search for pairs.
 
-A photo becomes 64 x 64 levels of grey, and those the low frequencies of their cosine transform. A bit says whether a
-frequency is above the median of its block, so that brightness, contrast, size and compression hardly matter: 64 bits of
-the lowest 8 x 8 (the well-known pHash) find candidates, 256 bits of the lowest 16 x 16 without the mean, as in PDQ,
-decide. docs/using/data.md has what was measured.
+A photo becomes 64 x 64 levels of grey, then the low frequencies of their cosine transform. A bit says whether a
+frequency is above the median of its block, so that brightness, contrast, size and compression hardly matter: 64 bits
+from the lowest 8 x 8 (the well-known pHash) find candidates, and 256 bits from the lowest 16 x 16 without the mean, as
+in PDQ, decide. docs/using/data.md has the measurements.
 """
 
 from collections.abc import Iterator
@@ -19,22 +19,22 @@ KeyArray = npt.NDArray[np.uint64]
 
 SIDE = 64  # pixels that a photo is reduced to
 LOW, HIGH = 8, 16  # frequencies per direction in the key and in the print
-BANDS = 4  # parts of a key, of which one has to be equal but for one bit: complete for keys that differ in 7 bits
+BANDS = 4  # parts of a key; candidates differ in at most one bit of one part: complete for keys that differ in 7 bits
 BAND = 16  # bits
-NEAR = 60  # of 256 bits: 99 % of 2 % crops are within, and none of 3 million pairs of different photos (docs)
-FAR = 16  # of 64 bits of the key: with more, photos are not compared further
-FLAT = 2.0  # levels of 0 to 255; a deviation below this leaves noise alone to compare
+NEAR = 60  # of 256 bits: true for 99 % of 2 % crops, and for none of 3 million pairs of different photos (docs)
+FAR = 16  # of the key's 64 bits: photos that differ in more are not compared further
+FLAT = 2.0  # levels of 0 to 255; below this deviation there is only noise to compare
 PAIRS = 1 << 20  # candidates compared at once: 100 MB
 LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class Fingerprints:
-    """Those of N photos."""
+    """The fingerprints of N photos."""
 
     keys: KeyArray  # N
     prints: KeyArray  # N x 4
-    is_flat: BoolArray  # N; such photos have one colour, and no fingerprint that means anything
+    is_flat: BoolArray  # N; these photos have one colour, and no meaningful fingerprint
 
     @classmethod
     def none(cls, count: int) -> "Fingerprints":
@@ -64,16 +64,16 @@ def _bits(block: npt.NDArray[np.float32]) -> KeyArray:  # N x B x B -> N x words
 
 
 def near_pairs(found: Fingerprints, *, most: int = NEAR) -> IntArray:  # M x 2, first < second
-    """The pairs of photos whose prints differ in at most `most` bits; of photos with equal prints, only neighbours.
+    """Pairs of photos whose prints differ in at most `most` bits; of photos with equal prints, only neighbours.
 
-    Exact for pairs whose keys differ in up to 7 bits, nearly so beyond. The work grows with the square of the photos
-    over 65,536: half a second for 13,394, under a minute for a million (docs/using/data.md).
+    Complete for pairs whose keys differ in up to 7 bits, nearly so beyond. The work grows with the square of the number
+    of photos over 65,536: half a second for 13,394, under a minute for a million (docs/using/data.md).
     """
     own = np.flatnonzero(~found.is_flat)
     if not len(own):
         return np.zeros((0, 2), np.int64)
     rows = np.column_stack([found.keys[own], found.prints[own]])
-    # Equal fingerprints once, or a thousand copies would be half a million pairs.
+    # Each fingerprint once: a thousand copies would be half a million pairs.
     _, first, which = np.unique(_as_items(rows), return_index=True, return_inverse=True)
     by_print = np.argsort(which, kind="stable")
     ordered = which[by_print]
@@ -94,9 +94,9 @@ def _near(keys: KeyArray, prints: KeyArray, most: int) -> Iterator[IntArray]:
     for band in _bands(keys):
         order = np.argsort(band, kind="stable")
         placed, numbers = band[order], np.arange(len(band))
-        own = keys[order]  # so that those of a range are neighbours in memory
+        own = keys[order]  # so that the keys of a range are neighbours in memory
         for flip in (0, *(1 << bit for bit in range(BAND))):
-            # Each pair once: those of one value behind a photo, and those of the larger value beside the smaller.
+            # Each pair once: photos of the same value behind a photo, and photos of the larger value for the smaller.
             asking = np.flatnonzero(placed & flip == 0)
             begins = numbers + 1 if flip == 0 else np.searchsorted(placed, placed[asking] ^ flip)
             ends = np.searchsorted(placed, placed[asking] ^ flip, side="right")
@@ -109,14 +109,14 @@ def _near(keys: KeyArray, prints: KeyArray, most: int) -> Iterator[IntArray]:
 
 
 def _bands(keys: KeyArray) -> Iterator[IntArray]:
-    """Every fourth bit of the keys, from each of four starts: the lowest frequencies are spread over all bands."""
+    """The keys' bands: every fourth bit, from each of four starts, to spread the lowest frequencies over all bands."""
     bits = np.unpackbits(keys[:, None].view(np.uint8), axis=1)
     for start in range(BANDS):
         yield np.packbits(bits[:, start::BANDS], axis=1).view(np.uint16)[:, 0].astype(np.int64)
 
 
 def _candidates(begins: IntArray, ends: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
-    """Each place with every place of its range, some at a time."""
+    """Pair each place with every place in its range, in portions."""
     counts = ends - begins
     totals = np.cumsum(counts)
     at = 0
@@ -131,7 +131,7 @@ def _candidates(begins: IntArray, ends: IntArray) -> Iterator[tuple[IntArray, In
 
 
 def groups(pairs: IntArray) -> list[list[int]]:
-    """What is joined by pairs, directly or through others; each group sorted, in the order of their first members."""
+    """Groups joined by pairs, directly or through others; each is sorted, all are ordered by their first members."""
     leaders: dict[int, int] = {}
 
     def leader(number: int) -> int:

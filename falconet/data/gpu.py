@@ -1,4 +1,4 @@
-"""JPEG files decoded on the device, where it gives the same picture as Pillow; other images on the host."""
+"""Decodes JPEG files on the device if it gives the same picture as Pillow, and other images on the host."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from falconet.data.readers import Reader, opener
 from falconet.data.storage import BoolArray, PhotoSource
 
 START, END = b"\xff\xd8", b"\xff\xd9"
-LAST = 256  # bytes in which a file's end is looked for first
+LAST = 256  # bytes at the end in which a file's end marker is looked for first
 BASELINE, SCAN, ADOBE, JFIF = 0xC0, 0xDA, 0xEE, 0xE0
 OTHER_FRAMES = frozenset({*range(0xC1, 0xD0)} - {0xC4, 0xC8, 0xCC})  # extended, progressive, lossless, arithmetic
 # Horizontal and vertical sampling factors of the luminance: 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1.
@@ -35,7 +35,7 @@ class Size(NamedTuple):
 
 
 def plain_size(data: Bytes) -> Size | None:
-    """Width and height of a whole 8-bit baseline JPEG, grey or YCbCr; None for what the host has to decode."""
+    """Width and height of a complete 8-bit baseline JPEG, grey or YCbCr; None for what the host has to decode."""
     if data[:2] != START:
         return None
     at, size, adobe, jfif = 2, None, None, False
@@ -49,7 +49,7 @@ def plain_size(data: Bytes) -> Size | None:
         if length < 2 or at + 2 + length > len(data) or marker in OTHER_FRAMES:
             return None
         if marker == SCAN:
-            # The device may give pixels for a truncated file as well: wrong ones.
+            # The device may also give pixels for a truncated file, but wrong ones.
             whole = END in bytes(data[max(at, len(data) - LAST) :]) or END in bytes(data[at:])
             colours = adobe == 0 or (adobe is None and not jfif and named_rgb)
             return size if whole and not colours else None
@@ -67,7 +67,7 @@ def plain_size(data: Bytes) -> Size | None:
 
 
 def _frame(frame: Bytes) -> tuple[Size, bool] | None:
-    """The size, and whether the components are named R, G and B."""
+    """The size of a frame, and whether its components are named R, G and B."""
     if len(frame) < 6 or frame[0] != 8:
         return None
     height, width, components = frame[1] << 8 | frame[2], frame[3] << 8 | frame[4], frame[5]
@@ -81,8 +81,8 @@ def _frame(frame: Bytes) -> tuple[Size, bool] | None:
     return Size(width, height), (frame[6], frame[9], frame[12]) == tuple(b"RGB")
 
 
-PORTION = 128  # images per call: nvJPEG is efficient with many at once (bench/decode_device.py)
-PORTION_PIXELS = 2**26  # at most, if there are several: 0.2 GB per thread
+PORTION = 128  # images per call: nvJPEG is more efficient with many (bench/decode_device.py)
+PORTION_PIXELS = 2**26  # at most, for several images: 0.2 GB per thread
 
 
 class Photo(NamedTuple):
@@ -94,7 +94,7 @@ class Photo(NamedTuple):
 
 
 def portions(photos: Iterable[Photo]) -> Iterator[list[Photo]]:
-    """Neighbours of at most PORTION_PIXELS together; a photo of more is alone."""
+    """Neighbours with at most PORTION_PIXELS in total; a larger photo is alone."""
     portion, pixels = list[Photo](), 0
     for photo in photos:
         own = photo.size.width * photo.size.height
@@ -113,26 +113,26 @@ class DeviceBuffers(Buffers):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        # It owns the batches' memory. Of high priority, as all of a loader's: no update is captured on those.
+        # It owns the batches' memory. High priority, like all streams of a loader: no update is captured on those.
         self._home = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def batch(self, images: int, *, size: int, dtype: torch.dtype = torch.uint8) -> Batch:
         small = super().batch(images, size=0)
-        # Consumers recorded what they did with this memory before, so the home stream can write padding to it.
+        # Consumers have recorded their use of this memory, so the home stream can write padding to it.
         with torch.cuda.stream(self._home):
             pixels = torch.empty((images, size, size, 3), dtype=dtype, device=self._device)
         return small._replace(images=pixels.permute(0, 3, 1, 2))
 
 
 class DeviceRows:
-    """JPEG files through torchvision's nvJPEG; everything else through the host's reader, with the same crop and flip.
+    """Reads JPEG files by torchvision's nvJPEG, and everything else by the host's reader, with the same crop and flip.
 
     The loader's threads call it. Each has its own stream and waits for it after each portion: then the pixels are
     complete and what was decoded may be freed. (Torchvision writes on a stream that torch's allocator does not know, so
     a decoded image must not be freed before the last kernel that reads it is done.)
 
-    Files are read by the native library, if there is one. In Python a file takes about 0.1 ms, mostly with Python's
-    lock: 10,000 per second would leave the training loop no time to launch anything.
+    Files are read by the native library, if there is one. In Python a file takes about 0.1 ms, mostly while holding
+    Python's lock: 10,000 per second would leave the training loop no time to launch anything.
     """
 
     dtype = torch.uint8
@@ -159,7 +159,7 @@ class DeviceRows:
         return read
 
     def _plain(self, indices: IntArray) -> Iterator[Photo]:
-        """Those that the device can decode."""
+        """The photos that the device can decode."""
         most = Image.MAX_IMAGE_PIXELS or 2**27
         for row, data in enumerate(self._encoded(indices)):
             size = plain_size(data.numpy().data) if data is not None else None
@@ -167,7 +167,7 @@ class DeviceRows:
                 yield Photo(row, data, size)
 
     def _decode(self, portion: Sequence[Photo], indices: IntArray, *, epoch: int, out: Tensor) -> list[int]:
-        """Write photos into their rows; returns the rows. The others, which nvJPEG refused, are left to the host."""
+        """Write photos into their rows and return these; what nvJPEG refuses is left to the host."""
         images = decode_jpegs([photo.data for photo in portion], self._device)
         decoded = {
             photo.row: image
@@ -203,7 +203,7 @@ class DeviceRows:
         return torch.frombuffer(data, dtype=torch.uint8) if data else None
 
     def _place(self, decoded: list[Tensor], indices: IntArray, images: Tensor, rows: IntArray, epoch: int) -> None:
-        from falconet.data.gpu_resize import resize_boxes  # Triton, which comes with CUDA
+        from falconet.data.gpu_resize import resize_boxes  # Triton comes with CUDA only
 
         sizes = np.array([(image.shape[2], image.shape[1]) for image in decoded], np.int64)
         boxes, flips = self._crops.boxes(indices, sizes, epoch=epoch), self._crops.flips(indices, epoch=epoch)
@@ -213,10 +213,10 @@ class DeviceRows:
         if not whole:
             images[torch.from_numpy(rows).to(self._device)] = out
 
-    # Each thread has its own of the following.
+    # Each thread has its own copy of the following.
 
     def _scratch(self, count: int) -> Tensor:  # count x S x S x 3
-        """Pinned memory for what the host decodes, used again after each part."""
+        """Pinned memory for what the host decodes, reused after each part."""
         kept: Tensor | None = getattr(self._thread, "pixels", None)
         if kept is None or len(kept) < count:
             shape = (count + count // 4, self.size, self.size, 3)  # a little more, so that other parts fit too

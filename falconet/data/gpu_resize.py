@@ -15,18 +15,18 @@ from falconet.data.preprocessing import Preprocessing
 from falconet.data.storage import BoolArray
 from falconet.numerics.kernels import FUSED
 
-PIXELS = 256  # of the result per program
+PIXELS = 256  # in the result, per program
 
 
 @triton.jit
 def _first_tap(center, support):
-    """Pillow's rounding: the first pixel whose centre may be inside the filter."""
+    """The first pixel whose centre may be inside the filter, by Pillow's rounding."""
     return tl.maximum((center - support + 0.5).to(tl.int32), 0)
 
 
 @triton.jit
 def _weight(tap, center, inverse, begin, end, CUBIC: tl.constexpr):
-    """The filter at a pixel's centre, bilinear or bicubic; 0 outside begin to end."""
+    """The filter, bilinear or bicubic, at a pixel's centre; 0 outside begin to end."""
     away = tl.abs((tap.to(tl.float32) - center + 0.5) * inverse)
     if CUBIC:  # Catmull-Rom, as in Pillow
         near = (1.5 * away - 2.5) * away * away + 1.0
@@ -39,7 +39,7 @@ def _weight(tap, center, inverse, begin, end, CUBIC: tl.constexpr):
 
 @triton.jit
 def _level(value):
-    """Rounded to a byte; bicubic may overshoot."""
+    """Round to a byte; bicubic may overshoot."""
     return tl.minimum(tl.maximum(value + 0.5, 0.0), 255.0).to(tl.uint8)
 
 
@@ -59,7 +59,7 @@ def _resize(images, boxes, out, SIZE: tl.constexpr, PIXELS: tl.constexpr, ANTIAL
     row, column = pixel // SIZE, pixel % SIZE
     column = tl.where(flipped != 0, SIZE - 1 - column, column)
     step_x, step_y = (x1 - x0) / SIZE, (y1 - y0) / SIZE
-    # Arithmetic instead of branches: with antialiasing as Pillow, without it as readers.resized_aliased.
+    # Arithmetic instead of branches: with antialiasing like Pillow, without it like readers.resized_aliased.
     mirrored = (flipped != 0).to(tl.float32)
     unit_x, unit_y = tl.maximum(step_x * ANTIALIAS, 1.0), tl.maximum(step_y * ANTIALIAS, 1.0)
     support_x, support_y = unit_x * (1 + CUBIC), unit_y * (1 + CUBIC)
@@ -99,8 +99,8 @@ def resize_boxes(
 ) -> None:
     """Resize the box (x0, y0, x1, y1) of each image (3 x H x W, uint8, contiguous) into its row of `out` (S x S x 3).
 
-    With antialiasing like Pillow's resize of a box: the filter reaches beyond the box into the image. It rounds once,
-    at the end; Pillow rounds after each direction, so that single levels differ, and more where bicubic overshoots.
+    With antialiasing, it is like Pillow's resize of a box: the filter reaches beyond the box into the image. It rounds
+    once, at the end; Pillow rounds after each direction, so single levels differ, and more where bicubic overshoots.
     """
     assert all(image.is_contiguous() for image in images)
     assert out.is_contiguous()

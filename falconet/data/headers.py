@@ -1,4 +1,4 @@
-"""The check of every photo before training: its header and its end are read, and what is broken is named."""
+"""The check of every photo before training, which reads its header and its end, and names broken ones."""
 
 import hashlib
 import os
@@ -23,11 +23,11 @@ from falconet.parallel.environment import is_first
 from falconet.report.console import Counting
 
 TYPES = {"names": np.uint8, "offsets": np.int64, "bytes": np.int64, "times": np.int64}
-UNKNOWN = -1  # the time of a file that has to be looked at again
+UNKNOWN = -1  # the time of a file that has to be read again
 PORTION = 256  # files per call of a thread
-TAIL = 1024  # bytes in which a file has to end like an image
+TAIL = 1024  # last bytes, in which a file has to end like an image
 MOST_REASON = 200  # characters
-MISSING = "missing"  # the reason of a photo that a table names and that is not there
+MISSING = "missing"  # the reason for a photo that a table names but that does not exist
 
 
 class Bad(NamedTuple):
@@ -50,14 +50,14 @@ def what_is_wrong(bad: Sequence[Bad]) -> str:
 class Headers:
     """What the headers of N photos say."""
 
-    sizes: SizeArray  # N x (width, height); of a bad one meaningless
+    sizes: SizeArray  # N x (width, height); meaningless for a bad photo
     reasons: Mapping[int, str]  # why a photo cannot be used, by its number
 
     def bad(self, source: FileSource) -> tuple[Bad, ...]:
         return tuple(Bad(source.path(number), reason) for number, reason in sorted(self.reasons.items()))
 
     def good(self) -> IntArray:
-        """The numbers of the other photos."""
+        """The numbers of the photos that can be used."""
         kept = np.ones(len(self.sizes), np.bool_)
         kept[list(self.reasons)] = False
         return np.flatnonzero(kept)
@@ -73,13 +73,13 @@ class Check:
     largest: tuple[int, int] | None = None
 
     def lines(self) -> list[str]:
-        """Every bad photo."""
+        """A line for every bad photo."""
         parts = {"training": self.training, "validation": self.validation}
         return [printable(f"{bad} ({part})") for part, own in parts.items() for bad in own]
 
 
 def without_bad(splits: Splits, *, home: Path, workers: int) -> tuple[Splits, Check]:
-    """The splits without the files that cannot be used, and what was found; only files have headers of their own."""
+    """The splits without unusable files, and what was found; only files have headers of their own."""
     train, validation = splits.train, splits.validation
     if not isinstance(train, FileSource) or not isinstance(validation, FileSource):
         return splits, Check()
@@ -99,7 +99,7 @@ def without_bad(splits: Splits, *, home: Path, workers: int) -> tuple[Splits, Ch
 
 
 def read_headers(sources: Sequence[FileSource], *, home: Path, workers: int) -> list[Headers]:
-    """The headers of every photo; those of files that have not changed since come from the index in `home`."""
+    """The headers of every photo; for files that have not changed, from the index in `home`."""
     roots = dict.fromkeys(source.root for source in sources)
     found: dict[int, Headers] = {}
     for root in roots:
@@ -123,7 +123,7 @@ def _checked(root: Path, names: Names, *, home: Path, workers: int) -> Headers:
     kind, paths = _kind(root, home), _Paths(root, names)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="falconet-headers")
     try:
-        with alone(home):  # of several processes, one reads the headers and the others wait for its index
+        with alone(home):  # one process reads the headers, and the others wait for its index
             began, every = time.time_ns(), _portions(np.arange(len(names)))
             stamped = pool.map(lambda portion: _stamps(paths.of(portion)), every)
             stamps = np.concatenate([np.zeros((0, 2), np.int64), *stamped])
@@ -133,7 +133,7 @@ def _checked(root: Path, names: Names, *, home: Path, workers: int) -> Headers:
                 for portion, looked in zip(left, pool.map(lambda own: look(paths.of(own)), left), strict=True):
                     known.sizes[portion] = looked.sizes
                     known.reasons.update({int(portion[at]): reason for at, reason in looked.reasons.items()})
-                    # What was missing, refused by the system or changed a moment ago is looked at again the next time.
+                    # Files that were missing, refused by the system or changed a moment ago are read again next time.
                     settled = (looked.states != State.UNREADABLE) & (stamps[portion, 1] < began - RACY)
                     known.times[portion] = np.where(settled, stamps[portion, 1], UNKNOWN)
                     counting.add(len(portion))
@@ -145,7 +145,7 @@ def _checked(root: Path, names: Names, *, home: Path, workers: int) -> Headers:
 
 
 def _kind(root: Path, home: Path) -> str:
-    """The name of the index: of `home` itself, of a folder in it, or of another one."""
+    """The index's name, which differs for `home` itself, a folder in it, and one elsewhere."""
     if root == home:
         return "headers"
     inside = root.name if root.parent == home else hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
@@ -176,7 +176,7 @@ def _portions(numbers: IntArray) -> list[IntArray]:
 
 @dataclass
 class _Known:
-    """The headers that are known, and when their files had changed last."""
+    """Headers that are known, and when their files last changed."""
 
     sizes: SizeArray
     times: IntArray
@@ -184,7 +184,7 @@ class _Known:
 
 
 def _known(names: Names, stamps: IntArray, kept: Found | None) -> _Known:
-    """What an index knows of these files; a photo whose file has another size or time is unknown."""
+    """What an index knows about these files; a file whose size or time differs is unknown."""
     count = len(names)
     known = _Known(np.zeros((count, 2), np.int32), np.full(count, UNKNOWN, np.int64), {})
     if kept is None:
@@ -226,7 +226,7 @@ def _found(names: Names, sizes: IntArray, known: _Known) -> Found:
 
 
 def _check(found: Found) -> None:
-    """Anyone may have written the index: a photo may be skipped for nothing, but no other file is read."""
+    """Check an index that anyone may have written: it can make photos be skipped, but no other file be read."""
     arrays = found.arrays
     check_types(arrays, TYPES)
     check_paths(arrays["names"], arrays["offsets"])
@@ -253,7 +253,7 @@ def _stamps(paths: list[bytes]) -> IntArray:  # N x (bytes, nanoseconds); -1: no
 
 
 def look(paths: list[bytes]) -> Looked:
-    """The headers of some files: by the native library where it knows the format, else by Pillow."""
+    """Read the headers of files, by the native library if it knows the format, else by Pillow."""
     library = native.library()
     sizes, states = _look_by_python(paths) if library is None else library.look(paths)
     limit, reasons = Image.MAX_IMAGE_PIXELS or MOST_PIXELS, dict[int, str]()
@@ -270,7 +270,7 @@ def look(paths: list[bytes]) -> Looked:
 
 
 def _look_by_python(paths: list[bytes]) -> tuple[SizeArray, StatusArray]:
-    """The same as the library's, but for sizes: Pillow reads those."""
+    """Look at files as the library does, but leave their sizes to Pillow."""
     states = np.array([_state(path) for path in paths], np.int8)
     return np.zeros((len(paths), 2), np.int32), states
 

@@ -1,4 +1,4 @@
-"""Image files: opened only if they are regular files, decoded by Pillow, counted if they are bad."""
+"""Image files: opened only if they are regular files, decoded by Pillow, and counted if they are bad."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ NO_NAME = "no file can have this name"
 
 
 def open_descriptor(path: Path) -> int:
-    """Open a file, following links; OSError if it cannot exist, does not, or is a pipe, a device or a folder.
+    """Open a file, following links; OSError if it cannot or does not exist, or is a pipe, a device or a folder.
 
     Opening a pipe would wait, and opening a device may have any effect.
     """
@@ -49,7 +49,7 @@ def open_descriptor(path: Path) -> int:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The same as a file object."""
+    """Open a regular file as a file object."""
     return os.fdopen(open_descriptor(path), "rb")
 
 
@@ -59,7 +59,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def kind(mode: int) -> str:
-    """What a directory entry is that is not a file, in words."""
+    """Name the kind of a directory entry that is not a file."""
     return KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
 
 
@@ -112,9 +112,9 @@ def use_image(
     formats: tuple[str, ...] | None = None,
     most_pixels: int | None = None,
 ) -> T:
-    """What `use` makes of an image whose header was read; UnreadableImageError whatever is wrong with it.
+    """Call `use` on an image whose header has been read; UnreadableImageError for anything wrong with it.
 
-    `formats`: Pillow's names of those that may be read; None: all. `most_pixels`: below Pillow's limit, or None for it.
+    `formats`: Pillow's names of the formats to read; None: all. `most_pixels`: below Pillow's limit, or None for that.
     """
     if isinstance(file, Path):
         try:
@@ -125,7 +125,7 @@ def use_image(
     limit = min((each for each in (most_pixels, Image.MAX_IMAGE_PIXELS) if each is not None), default=None)
     try:
         with Image.open(file, formats=_formats() if formats is None else formats) as image:
-            if limit is not None and image.width * image.height > limit:  # Pillow only warns, and refuses twice as many
+            if limit is not None and image.width * image.height > limit:  # Pillow only warns, up to twice as many
                 raise Image.DecompressionBombError
             return use(image)
     except BOMBS:
@@ -142,7 +142,7 @@ def use_image(
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """All formats that Pillow reads itself; for PostScript, whatever the file's name, it would start Ghostscript."""
+    """All formats that Pillow itself reads; for PostScript, whatever the file's name, it would start Ghostscript."""
     Image.init()
     return tuple(sorted(Image.OPEN.keys() - {"EPS"}))
 
@@ -165,7 +165,7 @@ def _why_unidentified(file: BinaryIO) -> str:
 
 
 def _is_cut_webp(file: BinaryIO) -> bool:
-    """Whether a WebP file is shorter than it states: its decoder only says that it could not be made."""
+    """Whether a WebP file is shorter than it states, which its decoder does not report."""
     file.seek(0)
     head = file.read(12)
     is_webp = head[:4] == b"RIFF" and head[8:] == b"WEBP"
@@ -185,8 +185,8 @@ def _one_line(error: BaseException) -> str:
 class BadImages:
     """Images that could not be read: each is reported once, and one too many ends the run.
 
-    `allowed`: None for any number. `count` gives the number of different ones found by all processes, including a new
-    one; by default by this process.
+    `allowed`: None means any number. `count` gives the number of bad images found by all processes, with a new one; by
+    default, by this process alone.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class BadImages:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that this process could not read."""
+        """Names of the images that this process could not read."""
         with self._lock:
             return tuple(sorted(self._seen))
 

@@ -1,4 +1,4 @@
-"""An index of a data folder, so that it is searched once; untrusted, so that all of it is checked before use."""
+"""An index of a data folder, so that it is searched only once; it is untrusted, so all of it is checked before use."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 
 FOLDER = ".falconet-index"
 FORMAT = "falconet index 2"
-# A change this soon before the search may have the same time stamp as one after it: such an index is not used.
+# A change this soon before a search may have the same time stamp as one after it: such an index is not used.
 RACY = 2_000_000_000  # nanoseconds; the coarsest file system clock
 SHARE = 4  # an index larger than a quarter of the free memory is not ours
 # What reading damaged bytes raises.
@@ -44,11 +44,11 @@ class Found(NamedTuple):
 
     arrays: Mapping[str, Array]
     facts: Mapping[str, Any]  # as JSON
-    watched: Sequence[Path]  # files, and folders whose entries matter: the index is stale once one changes
+    watched: Sequence[Path]  # files, and folders whose entries matter; once one changes, the index is stale
 
 
 class _Place(NamedTuple):
-    """Where an index is stored; writing it follows no link below the folder."""
+    """A place for an index; writing it follows no link below the folder."""
 
     folder: Path
     name: str
@@ -73,15 +73,15 @@ def indexed(
 
     The index is in the data folder, or in the user's cache folder if the former cannot be written; if neither can,
     every run searches again. Anyone who can write there can write an index, so `check` has to accept its contents;
-    otherwise it is reported and made again. `watched` are the files there are now, if they can be listed cheaply; by
-    default those of the index are looked at.
+    otherwise it is reported and made again. `watched`: the files that exist now, if they can be listed cheaply; by
+    default, the index's own files are looked at.
     """
     places = _places(root, kind)
     reading = _Reading(root, check, watched)
     known = reading.newest(places, refused=say if is_first(os.environ) else _quietly)
     if known is not None:
         return known
-    with alone(root):  # of several processes, one searches and the others wait for its index
+    with alone(root):  # one process searches, and the others wait for its index
         known = reading.newest(places, refused=_quietly)
         if known is not None:
             return known
@@ -92,12 +92,12 @@ def indexed(
 
 
 def recalled(root: Path, *, kind: str, check: Check) -> Found | None:
-    """What was kept, however old: the caller compares it with the files."""
+    """The index that was kept, however old: the caller compares it with the files."""
     return _Reading(root, check, None, is_dated=False).newest(_places(root, kind), refused=_quietly)
 
 
 def keep(root: Path, found: Found, *, kind: str) -> None:
-    """Write an index for `recalled`, where it can be written."""
+    """Write an index for `recalled`, if there is a place for it."""
     _write(_places(root, kind), _coded(found, root, time.time_ns()))
 
 
@@ -107,7 +107,7 @@ def _places(root: Path, kind: str) -> list[_Place]:
 
 
 def _write(places: Sequence[_Place], data: bytes) -> None:
-    """In the first place that can be written."""
+    """Write to the first place that allows it."""
     any(_written(place, data) for place in places)
 
 
@@ -123,21 +123,21 @@ def _searched(root: Path, search: Callable[[], Found]) -> Found:
 
 
 def _users_folders(root: Path) -> list[Path]:
-    """One folder, or none for a user without a home."""
+    """The user's folder for indexes; none without a home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111, Path's raises
     name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
     return [cache / "falconet" / "index" / name] if cache.is_absolute() else []
 
 
 def _stamps(paths: Sequence[Path], root: Path) -> list[list[Any]]:
-    """Name, size and modification time; the size of a folder is meaningless."""
+    """Name, size and modification time of each path; a folder's size is meaningless."""
     stamps: list[list[Any]] = []
     for path in paths:
         name = os.fsencode(os.path.relpath(path, root)).hex()
         try:
             state = path.stat()
             is_folder = stat.S_ISDIR(state.st_mode)
-            # Writing the first index changes the time of the root, so its entries stand in for it.
+            # Writing the first index changes the time of the root, so its entries are used instead.
             time_ns = _entries(root) if path == root else state.st_mtime_ns
         except OSError:
             return []
@@ -146,18 +146,18 @@ def _stamps(paths: Sequence[Path], root: Path) -> list[list[Any]]:
 
 
 def _entries(folder: Path) -> int:
-    """A checksum of the names in a folder, but for the index; 32 bits, so that it is no recent time."""
+    """A checksum of the names in a folder, without the index; 32 bits, so it cannot pass for a recent time."""
     return zlib.crc32(b"\0".join(sorted(os.fsencode(name) for name in os.listdir(folder) if name != FOLDER)))  # noqa: PTH208
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """How an untrusted index is read."""
+    """Reads an untrusted index."""
 
     root: Path
     check: Check
     watched: Sequence[Path] | None
-    is_dated: bool = True  # whether it is stale once a file has changed
+    is_dated: bool = True  # whether the index is stale once a file has changed
 
     def newest(self, places: Sequence[_Place], *, refused: Callable[[str], None]) -> Found | None:
         for place in (each.path for each in places):
@@ -174,7 +174,7 @@ class _Reading:
         return None
 
     def _read(self, place: Path) -> Found | None:
-        """The index; None if it has another version, or something has changed since."""
+        """Read the index; None if it has another version, or something has changed since."""
         with open_regular(place) as file:
             total = os.fstat(file.fileno()).st_size
             if total > available() // SHARE:
@@ -202,7 +202,7 @@ class _Reading:
 
 
 def _name(stamp: list[Any]) -> str:
-    """The name of a file or folder below the root, or of the root; anything else is refused."""
+    """The name in a stamp: a file or folder below the root, or the root; anything else is refused."""
     coded, _, _ = stamp
     name = os.fsdecode(bytes.fromhex(coded))
     if Path(name).is_absolute() or os.path.normpath(name) != name or name.split("/", 1)[0] == "..":
@@ -211,7 +211,7 @@ def _name(stamp: list[Any]) -> str:
 
 
 def _are(paths: Sequence[Path], root: Path, stamps: Sequence[list[Any]]) -> bool:
-    """Whether the stamps are unchanged; stops at the first that is not."""
+    """Whether the stamps are unchanged; stops at the first that differs."""
     return len(paths) == len(stamps) and all(
         _stamps([path], root) == [stamp] for path, stamp in zip(paths, stamps, strict=True)
     )
@@ -237,18 +237,18 @@ def _checksum(arrays: Mapping[str, Array], facts: str) -> int:
 
 
 def _written(place: _Place, data: bytes) -> bool:
-    """Write under a temporary name and rename, so that it is never read half-written."""
+    """Write under a temporary name, then rename, so that no half-written index is read."""
     try:
         place.folder.mkdir(parents=True, exist_ok=True)
         writing.replace(place.folder, place.name, data)
-    except (OSError, LinkError):  # another user's folder, a link, or a full disk: try the next place
+    except (OSError, LinkError):  # another user's folder, a link, or a full disk: the next place is tried
         return False
     return True
 
 
 @contextlib.contextmanager
 def alone(root: Path) -> Iterator[None]:
-    """One process at a time, if the file system has locks; a process that dies releases its lock."""
+    """Let one process at a time in, if the file system has locks; a process that dies releases its lock."""
     folder = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
@@ -262,7 +262,7 @@ def alone(root: Path) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """A line about the data on stderr, like progress."""
+    """Print a line about the data on stderr, as progress does."""
     Screen(Lines(stderr=True, highlight=False, soft_wrap=True)).line(text)
 
 

@@ -1,4 +1,4 @@
-"""The input pipeline of a run: from a dataset and its options to loaders, and its lines in the plan."""
+"""A run's input pipeline: loaders from a dataset and options, and its lines in the plan."""
 
 import os
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ from falconet.parallel.world import World
 from falconet.report.console import Say
 
 MOST_WORKERS = 32  # the originals' limit
-DEVICE_WORKERS = 3  # if the device decodes: two threads keep it busy, and more than four compete with each other
-RESIDENT_WORKERS = 2  # if images are on the device: a batch is one launch, and more threads only take more memory
-SHARE = 4  # a quarter of the free memory for reading ahead, one for the training cache, one for the validation cache
+DEVICE_WORKERS = 3  # if the device decodes: two threads keep it busy, more than four compete with each other
+RESIDENT_WORKERS = 2  # if images are on the device: a batch is one launch, so more threads only take more memory
+SHARE = 4  # a quarter of the free memory each for reading ahead, the training cache and the validation cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class Input:
     data: Data
     regime: Regime
     world: World
-    note: Say  # for images that cannot be decoded
+    note: Say  # told about images that cannot be decoded
 
     def training_loader(
         self, dataset: Dataset, *, crops: Crops, shape: BatchShape, order: Order | None = None
     ) -> Loader | SyntheticLoader:
-        """The batches to train on. `crops`: the dataset's `training_crops`; `order`: None for each image once."""
+        """The batches to train on. `crops`: the dataset's `training_crops`; `order`: None means each image once."""
         source, device = dataset.train, self.world.device
         if self.data.data == "synthetic":
             classes, seed = dataset.classes, crops.seed
@@ -68,19 +68,19 @@ class Input:
     def evaluation_loader(
         self, dataset: Dataset, *, shape: BatchShape, bad: BadImages | None = None
     ) -> EvaluationLoader:
-        """The validation images of one replica. `bad` collects those that cannot be read, which count for nothing."""
+        """The validation images of one replica. `bad` collects the unreadable ones, which are not counted."""
         source = dataset.validation
         left_out = BadImages(None, note=self.note) if bad is None else bad
         reader = self.row_reader(source, dataset.validation_crops(), left_out)
         return EvaluationLoader(reader, labels=source.labels, shape=shape, resources=self.resources(source))
 
     def bad_images(self, split: str, *, images: int, skipped: int = 0) -> BadImages:
-        """The limit on bad ones among so many images. `skipped`: bad ones that were left out before."""
+        """A counter that limits the bad ones among this many images. `skipped`: bad ones already left out."""
         allowed = bad_images(self.data.bad_images_allowed, images + skipped) - skipped
         return BadImages(allowed, note=self.note, count=self.world.counter(f"bad {split} images"))
 
     def row_reader(self, source: Source, crops: Crops, bad: BadImages) -> RowReader:
-        """Reads images in the form in which the device gets them, through the cache if there is one."""
+        """A reader of images in the form in which the device gets them, through the cache if there is one."""
         data, device, rows = self.data, self.world.device, self._rows
         if isinstance(source, ArraySource) and data.dataset_location == "device":
             return ResidentRows(device, source=source, crops=crops, rows=rows or len(source))
@@ -98,7 +98,7 @@ class Input:
         return ValueRows(reader, Normalise(preprocessing, dtype=dtype), rows=rows)
 
     def images_on_device(self, source: Source, *, shape: BatchShape, side: int) -> int:
-        """Images of this side that a training loader keeps on the device before it delivers them; 0: on the host."""
+        """Images of this side that a training loader holds on the device before delivery; 0 if it uses the host."""
         data, device = self.data, self.world.device
         if device.type != "cuda" or data.data == "synthetic" or not _fills_on_device(data, source, device):
             return 0
@@ -110,7 +110,7 @@ class Input:
 
     @property
     def _rows(self) -> int | None:
-        """Images worth one call, if that was asked for."""
+        """Images per call, if that was asked for."""
         asked = self.data.dataloader_rebatch_size
         return None if asked == "auto" else min(asked, self.data.micro_batch)
 
@@ -128,7 +128,7 @@ class Input:
 
 
 class _Pixels(NamedTuple):
-    """The form of images that the device itself decodes or picks."""
+    """The form of images that are decoded or picked on the device."""
 
     size: int
     rows: int
@@ -136,7 +136,7 @@ class _Pixels(NamedTuple):
 
 
 def workers(data: Data, processes: int = 1) -> int:
-    """Threads that read images."""
+    """The number of threads that read images."""
     most = DEVICE_WORKERS if data.decode_device == "cuda" else MOST_WORKERS
     if data.dataset_location == "device":
         most = RESIDENT_WORKERS
@@ -152,7 +152,7 @@ def decoder(where: Literal["cpu", "cuda"] = "cpu") -> str:
 
 
 def decode_device(data: Data, source: Source, device: torch.device) -> Literal["cpu", "cuda"]:
-    """Where this source is decoded; images in memory already are."""
+    """Where a source is decoded; images in memory count as cpu."""
     if data.decode_device != "cuda" or isinstance(source, ArraySource):
         return "cpu"
     if device.type != "cuda":
@@ -167,15 +167,15 @@ def _fills_on_device(data: Data, source: Source, device: torch.device) -> bool:
 
 
 def free_memory() -> int:
-    """Bytes for this process; the host's memory is divided among its processes."""
+    """Free bytes for this process; the host's memory is divided among its processes."""
     place = find_place(os.environ)
     return available() // (place.local_size if place else 1)
 
 
 def most_ahead(data: Data, source: Source, device: torch.device) -> int:
-    """Bytes of images that may be read ahead, in the memory they are read into.
+    """Bytes of images that may be read ahead, in the memory that they are read into.
 
-    Of what is free when a loader is made: that of a validation is made beside what the training's holds.
+    This is a share of what is free when a loader is made; validation's is made while training's holds its own.
     """
     on_device = _fills_on_device(data, source, device)
     free = torch.cuda.mem_get_info(device)[0] if on_device else free_memory()
@@ -185,8 +185,8 @@ def most_ahead(data: Data, source: Source, device: torch.device) -> int:
 def _cached(reader: Reader, source: Source, crops: Crops, data: Data) -> Reader:
     """The reader with the cache that was asked for.
 
-    What is the same in every epoch is kept decoded, as far as memory allows. Random crops are not: their photos are
-    kept encoded, if there is memory for all of them.
+    Images that are the same in every epoch are kept decoded, as far as memory allows. Randomly cropped photos are kept
+    encoded, if there is memory for all of them.
     """
     if not _caches(data, source) or isinstance(source, ArraySource):
         return reader
@@ -200,19 +200,19 @@ def _cached(reader: Reader, source: Source, crops: Crops, data: Data) -> Reader:
 
 
 def _caches(data: Data, source: Source) -> bool:
-    """Whether images are kept; what the device decodes is not."""
+    """Whether images are cached; those decoded on the device are not."""
     return data.dataset_cache and data.decode_device != "cuda" and not isinstance(source, ArraySource)
 
 
 def _images_cached(source: Source, crops: Crops, data: Data) -> int:
-    """How many images are kept decoded."""
+    """The number of images that are kept decoded."""
     if not _caches(data, source) or crops.augment != "none":
         return 0
     return min(len(source), free_memory() // SHARE // (crops.size * crops.size * 3))
 
 
 def input_lines(dataset: Dataset, data: Data, augmentation: Augmentation, *, device: torch.device) -> list[str]:
-    """The input pipeline, for the plan."""
+    """The input pipeline in words, for the plan."""
     if data.data == "synthetic":
         return []
     if isinstance(dataset.train, ArraySource) and data.dataset_location == "device":

@@ -1,4 +1,4 @@
-"""The inspection of photos: each is read and decoded whole, as training would, and what is unusual about it noted."""
+"""The inspection of photos: each is read and decoded whole, as in training, and what is unusual is noted."""
 
 import hashlib
 import io
@@ -30,11 +30,11 @@ from falconet.data.storage import FileSource, PhotoSource, PixelArray, ShardSour
 PORTION = 32  # photos per call: about 100 ms of work, after which Ctrl-C is noticed
 WINDOW = 4  # portions in progress per worker
 DIGEST = 16  # bytes
-CHUNK = 1 << 20  # bytes: a file may be larger than the memory
+CHUNK = 1 << 20  # bytes: a file may be larger than memory
 EXIF = b"Exif\0\0"
-EXIF_WITHIN = 1 << 16  # bytes from the beginning in which it starts
+EXIF_WITHIN = 1 << 16  # bytes from the beginning within which EXIF data starts
 UPRIGHT = 1  # the orientation that needs no turning
-# Photos of phones may hold a second picture (depth, a brighter exposure): no animation, and by name a JPEG.
+# A phone's photo may hold a second picture (depth, a brighter exposure): it is no animation, and named as a JPEG.
 SEVERAL_PICTURES = "MPO"
 
 
@@ -43,21 +43,21 @@ class Mark(IntFlag):
 
     CHECKED = 1
     BROKEN = 2  # training cannot read it
-    DAMAGED = 4  # a decoder complains, and training reads it
+    DAMAGED = 4  # a decoder complains, but training reads it
     CMYK = 8
     WIDE = 16  # more than 8 bits per channel
     ANIMATED = 32
     ROTATED = 64  # by an EXIF tag, which training ignores
-    MISNAMED = 128  # its content is another format than its name says
+    MISNAMED = 128  # its content has another format than its name says
     BLANK = 256  # one colour
 
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """What is known of N photos: 81 bytes each."""
+    """What is known about N photos: 81 bytes each."""
 
     marks: IntArray  # N, of Mark
-    sizes: SizeArray  # N x (width, height); 0 of a broken one
+    sizes: SizeArray  # N x (width, height); 0 for a broken photo
     bytes: IntArray  # N, of the encoded photo
     digests: npt.NDArray[np.uint8]  # N x 16, of the content
     prints: Fingerprints
@@ -84,7 +84,7 @@ class Inspection:
         return int(np.count_nonzero(self.marks & Mark.CHECKED))
 
     def add(self, begin: int, seen: "Seen") -> None:
-        """Take in what was seen of the photos from `begin` on."""
+        """Add what was seen of the photos from `begin` on."""
         rows = slice(begin, begin + len(seen.marks))
         self.marks[rows], self.sizes[rows], self.bytes[rows] = seen.marks | Mark.CHECKED, seen.sizes, seen.bytes
         self.digests[rows] = seen.digests
@@ -102,7 +102,7 @@ class Seen:
     sizes: SizeArray
     bytes: IntArray
     digests: npt.NDArray[np.uint8]
-    pixels: PixelArray  # N x 64 x 64 x 3; black of a broken one
+    pixels: PixelArray  # N x 64 x 64 x 3; black for a broken photo
     prints: Fingerprints
     details: dict[tuple[int, Mark], str] = field(default_factory=dict)
 
@@ -124,9 +124,9 @@ class Seen:
 
 
 def inspect(sources: Sequence[PhotoSource], *, workers: int) -> Iterator[tuple[Inspection, int]]:
-    """The inspection of all photos, source after source, as it grows, with the photos added since the last time.
+    """Yield the inspection of all photos, source after source, as it grows, with the number of photos just added.
 
-    It can be stopped after any of them: what was inspected is there.
+    It can be stopped at any time: what was inspected so far is complete.
     """
     found = Inspection.of(sum(map(len, sources)))
     pool = ThreadPoolExecutor(workers, thread_name_prefix="falconet-check")
@@ -157,7 +157,7 @@ def inspect(sources: Sequence[PhotoSource], *, workers: int) -> Iterator[tuple[I
 
 
 class _Inspector:
-    """Decodes photos of a source, in several threads."""
+    """Decodes a source's photos, in several threads."""
 
     def __init__(self, source: PhotoSource) -> None:
         self._source = source
@@ -180,14 +180,14 @@ class _Inspector:
         return seen
 
     def _headers(self, numbers: IntArray) -> Looked | None:
-        """What training's own check says; only files have headers of their own."""
+        """What training's own check says about photos; only files have headers of their own."""
         if not isinstance(self._source, FileSource):
             return None
         root = os.fsencode(self._source.root) + b"/"
         return look([root + self._source.names.coded(number) for number in numbers.tolist()])
 
     def _look_natively(self, numbers: IntArray, seen: Seen) -> list[int]:
-        """Look at what the native library decodes; returns the other rows."""
+        """Look at photos that the native library decodes; return the other rows."""
         workspace = self._workspace()
         sizes, opened = self._open(workspace, numbers)
         encoded, lengths = workspace.encoded(len(numbers))
@@ -203,7 +203,7 @@ class _Inspector:
         boxes = np.zeros((len(numbers), 4))
         boxes[:, 2:] = np.where((opened == Status.OK)[:, None], sizes, 1)
         flips = np.zeros(len(numbers), np.bool_)
-        # A box of the whole photo takes every coefficient of the file, however small the result.
+        # A box of the whole photo uses every coefficient in the file, however small the result.
         decoded = workspace.decode(boxes, flips, seen.pixels)
         fine = decoded == Status.OK
         seen.sizes[fine] = sizes[fine]
@@ -235,7 +235,7 @@ class _Inspector:
         return self._source.name(number)
 
     def _workspace(self) -> Workspace:
-        """One per thread, freed with it."""
+        """This thread's workspace, freed with the thread."""
         if not hasattr(self._own, "workspace"):
             assert self._library is not None
             self._own.workspace = Workspace(self._library, most_pixels=Image.MAX_IMAGE_PIXELS or MOST_PIXELS)
@@ -244,7 +244,7 @@ class _Inspector:
 
 
 def _apply(looked: Looked, seen: Seen) -> None:
-    """Training leaves out what its check of the headers calls broken, also what a decoder takes."""
+    """Mark as broken what training's check of the headers leaves out, even if a decoder takes it."""
     for row, reason in looked.reasons.items():
         seen.marks[row] &= ~int(Mark.DAMAGED)
         seen.mark(row, Mark.BROKEN, reason)
@@ -282,7 +282,7 @@ class _Facts(NamedTuple):
 
 
 def _note_facts(file: BinaryIO, name: str, row: int, seen: Seen) -> None:
-    """Note what the header of a photo says that can be decoded; what Pillow cannot tell is not noted."""
+    """Note what a decodable photo's header says, as far as Pillow can tell."""
     try:
         facts = use_image(file, lambda image: _facts(image, file))
     except UnreadableImageError:
@@ -299,7 +299,7 @@ def _note_facts(file: BinaryIO, name: str, row: int, seen: Seen) -> None:
         seen.mark(row, Mark.ROTATED, f"orientation {facts.orientation}: {TURNS[facts.orientation]}")
 
 
-# How the picture lies that training sees, by EXIF orientation.
+# How the picture lies as training sees it, by EXIF orientation.
 TURNS = {
     2: "mirrored",
     3: "upside down",
@@ -332,7 +332,7 @@ def _is_animated(image: Image.Image, kind: str) -> bool:
         return False
     try:
         return bool(getattr(image, "is_animated", False))
-    except (OSError, *DAMAGE):  # of the second frame, which training does not read
+    except (OSError, *DAMAGE):  # in the second frame, which training does not read
         return True
 
 
@@ -345,6 +345,6 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _is_named(name: str, kind: str) -> bool:
-    """Whether a file's name ends as its format asks for; records without names, and endings that say nothing, do."""
+    """Whether a file's name fits its format; no name, or an ending that says nothing, fits any."""
     said = Image.registered_extensions().get(Path(name).suffix.lower())
     return said is None or said == kind or {said, kind} <= {"JPEG", SEVERAL_PICTURES}

@@ -24,7 +24,7 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """What a draw decides; runs depend on the numbers, so they never change."""
+    """What a draw decides; the numbers never change, because runs depend on them."""
 
     ORDER = 1
     CROP = 2
@@ -70,7 +70,7 @@ def words(
 def uniform(
     *, seed: int, epoch: int, indices: IntArray, purpose: Purpose, draws: int, first: int = 0
 ) -> FloatArray:  # len(indices) x draws
-    """The same draws as numbers in [0, 1): the top 53 bits, exact in float64."""
+    """Draws as numbers in [0, 1): the top 53 bits of each word, exact in float64."""
     drawn = words(seed=seed, epoch=epoch, indices=indices, purpose=purpose, draws=draws, first=first)
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -1,4 +1,4 @@
-"""What a folder of photos is: packed shards, TFRecords, archives, class folders, or photos beside a table of labels."""
+"""The layout of a folder of photos: packed shards, TFRecords, archives, class folders, or a table of labels."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from falconet.data.storage import BoolArray, FileSource, Names, Splits
 from falconet.errors import DataError, did_you_mean
 from falconet.report.console import counted
 
-INNER = "imagenet-data"  # a subfolder that the TensorFlow program used as well
+INNER = "imagenet-data"  # a subfolder that the TensorFlow program also used
 FOLDERS = "class folders"
-MOST_SUSPECTED = 10  # classes that are looked into
-MOST_WRAPPERS = 3  # folders that hold nothing but one folder: archives unpack to photos/photos/
+MOST_SUSPECTED = 10  # classes to look into
+MOST_WRAPPERS = 3  # nested folders with only one folder in them: archives unpack to photos/photos/
 
 
 @dataclass(frozen=True)
 class Division:
-    """How unsplit photos are split: each by its name, so that it stays on its side."""
+    """How to split photos: each by its name, so that it stays on its side."""
 
-    share: float = 0.2  # of each class, to validate
+    share: float = 0.2  # the part of each class that validates
     seed: int = 0
 
 
@@ -34,7 +34,7 @@ USUAL = Division()
 
 
 def load_photos(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tfrecord.USUAL) -> Splits:
-    """The photos of a folder, or of a table of photos and labels.
+    """Load the photos in a folder, or in a table of photos and labels.
 
     Without photos to train on, the training source is empty. The layouts are tried in the order of docs/using/data.md.
     """
@@ -44,7 +44,7 @@ def load_photos(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tf
 
 
 def survey(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tfrecord.USUAL) -> Splits:
-    """The same, also with classes in val/ that train/ does not have: they come last."""
+    """Load photos, even with classes in val/ that train/ does not have: they come last."""
     try:
         return _found(path, division, keys)
     except OSError as error:
@@ -52,7 +52,7 @@ def survey(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tfrecor
 
 
 def _check_trained(splits: Splits) -> None:
-    """Require classes of val/ to be in train/ as well."""
+    """Require train/ to have the classes in val/."""
     train, validation = splits.train, splits.validation
     if not isinstance(train, FileSource) or not isinstance(validation, FileSource) or train.root == validation.root:
         return
@@ -82,7 +82,7 @@ def _found(path: Path, division: Division, keys: tfrecord.Keys) -> Splits:
 
 
 def _divided_already(place: Path, division: Division, keys: tfrecord.Keys) -> Splits | None:
-    """Layouts that have a training part of their own."""
+    """The splits of a layout with a training part of its own; None if it has none."""
     shards = packed.find(place)
     if any(shards.values()):
         return packed.load(place, shards)
@@ -97,13 +97,13 @@ def _divided_already(place: Path, division: Division, keys: tfrecord.Keys) -> Sp
 
 
 def _from_folders(place: Path, division: Division) -> Splits:
-    """Tables, validation folders alone, or unsplit class folders; else what was expected."""
+    """The splits from tables, a validation folder alone, or unsplit class folders; DataError if there are none."""
     tables, parts = photo_table.find(place), folder.split_folders(place)
     if tables.is_named_so and photo_table.names_photos(place, tables.paths):
         return _from_tables(place, tables.paths, division)
     if "train" not in parts and "validation" in parts and folder.subfolders(place / parts["validation"]):
         return _from_split_folders(place, parts, division)
-    if {*folder.subfolders(place)} - {*parts.values()}:  # beside others, a folder called test is a class
+    if {*folder.subfolders(place)} - {*parts.values()}:  # among others, a folder called test is a class
         found = folder.listed(place)
         source = found.classes()
         if len(source.class_names) > 1 or (len(source) and not tables.paths):
@@ -120,8 +120,8 @@ def _from_folders(place: Path, division: Division) -> Splits:
 
 
 def _beside(place: Path) -> list[str]:
-    """A note if the folder is the training part of a divided one."""
-    parts = folder.split_folders(place.absolute().parent)
+    """A note if the folder is only the training part of the data."""
+    parts = _seen_parts(place.absolute().parent)
     if parts.get("train") != place.absolute().name or "validation" not in parts:
         return []
     other = place.absolute().parent / parts["validation"]
@@ -129,26 +129,32 @@ def _beside(place: Path) -> list[str]:
 
 
 def _datasets(place: Path, classes: Sequence[str]) -> list[str]:
-    """A note on classes that look like datasets: the folder given may be the one above."""
+    """A note on classes that look like datasets: the given folder may be one level too high."""
     found = [
-        place / name
-        for name in classes[:MOST_SUSPECTED]
-        if {"train", "validation"} <= {*folder.split_folders(place / name)}
+        place / name for name in classes[:MOST_SUSPECTED] if {"train", "validation"} <= {*_seen_parts(place / name)}
     ]
     return [
         f"{path}: a class here, but it holds train/ and val/; did you mean `falconet train {path}`?" for path in found
     ]
 
 
+def _seen_parts(place: Path) -> dict[str, str]:
+    """The folders of the data's parts, for a note; none if the system does not let us look."""
+    try:
+        return folder.split_folders(place)
+    except OSError:
+        return {}
+
+
 def _unwrapped(path: Path) -> tuple[Path, list[str]]:
-    """The folder within folders that hold nothing but one other, and a note about it."""
+    """The folder inside folders with nothing but one folder in them, and a note about it."""
     place = path
     for _ in range(MOST_WRAPPERS):
         inner = folder.subfolders(place)
         if len(inner) != 1 or folder.split_folders(place) or photo_table.find(place).paths or folder.has_photos(place):
             break
-        if not folder.subfolders(place / inner[0]) or folder.has_photos(place / inner[0]):
-            break  # a class, or the one level too few that `_unknown` explains
+        if not folder.has_folders(place / inner[0]) or folder.has_photos(place / inner[0]):
+            break  # a class, or one level too few, which `_unknown` explains
         place = place / inner[0]
     return place, ([] if place == path else [f"the photos are in {place}, the only folder in {path}"])
 
@@ -183,7 +189,7 @@ def _from_tables(place: Path, paths: dict[str, Path], division: Division) -> Spl
 
 
 def _split(found: Labelled, division: Division) -> Splits:
-    """Photos that are not split yet, split by their names."""
+    """Split photos by their names."""
     labels = found.source.labels if found.label_sets is None else None
     validates = held_out(found.keys, labels, division)
     return replace(_divided(found, validates), held_out=division.share)
@@ -197,8 +203,8 @@ def _divided(found: Labelled, validates: BoolArray) -> Splits:
 def held_out(names: Names, labels: IntArray | None, division: Division) -> BoolArray:
     """Which photos validate. A photo's name and the seed decide, whatever other photos there are.
 
-    The exception is a class of two or more photos that are all on one side: it keeps at least one on each, so that a
-    photo moves until others are added.
+    The exception is a class whose photos, two or more, would all be on one side: one of them moves to the other side,
+    until more photos are added.
     """
     digests = [hashlib.blake2b(names.coded(index), digest_size=8).digest() for index in range(len(names))]
     numbers = np.frombuffer(b"".join(digests), "<i8").astype(np.int64)
@@ -223,7 +229,7 @@ def splits_of(
     notes: Sequence[str] = (),
     label_sets: BoolArray | None = None,
 ) -> Splits:
-    """Files as splits; `train`: None if there is nothing to train on."""
+    """Splits of files; `train`: None if there is nothing to train on."""
     return Splits(
         train=validation.subset(np.zeros(0, np.int64)) if train is None else train,
         validation=validation,
@@ -243,14 +249,14 @@ def is_flat(place: Path) -> bool:
 
 
 def unlabelled(place: Path, *, classes: int) -> Splits:
-    """The photos of a flat folder, each of which trains and validates, of no known one of so many classes."""
+    """Photos of a flat folder, to train and to validate; which of the classes they have is unknown."""
     found = folder.listed(place)
     source = FileSource(found.root, found.names, found.labels, tuple(str(number) for number in range(classes)))
     return splits_of(source, source, layout="photos without classes", notes=found.notes())
 
 
 def _unknown(place: Path) -> str:
-    """Why these are no photos with classes, and what was expected."""
+    """Why a folder has no photos with classes, and what was expected."""
     found = folder.listed(place)
     if not len(found.names) and found.unread:
         return folder.unread_notes(found)[0]

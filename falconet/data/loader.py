@@ -1,4 +1,4 @@
-"""Batches in order: images read ahead by threads, whose number changes no batch, and delivered on the device."""
+"""Loaders: batches in order, read ahead by threads, whose number changes no batch, and delivered on the device."""
 
 import itertools
 import weakref
@@ -23,10 +23,10 @@ from falconet.data.preprocessing import Channels
 from falconet.errors import DataError
 
 CPU = torch.device("cpu")
-MOST_AHEAD = 1 << 30  # bytes of images read ahead of their use
+MOST_AHEAD = 1 << 30  # bytes of images to read ahead
 UPDATES_AHEAD = 2  # beyond the one in use; more would only hide longer stalls
 FOREVER = 1 << 30  # epochs that no run reaches
-PARTS_AHEAD = 2  # per thread, so that none waits if updates are small: one in progress, one queued
+PARTS_AHEAD = 2  # per thread, so that none waits when updates are small: one in progress, one queued
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class BatchShape:
     micro_batch: int  # images
     accumulation: int = 1  # micro-batches per replica and update
     replicas: int = 1
-    replica: int = 0  # this one
-    # Of folded replicas whose batch norm spans several: the model takes their micro-batches together.
-    joined: int = 1  # micro-batches of as many replicas
+    replica: int = 0  # the number of this one
+    # If batch norm spans several folded replicas, the model takes their micro-batches together.
+    joined: int = 1  # micro-batches that form one, from as many replicas
     folded: int = 1  # replicas that this one stands for
 
     @property
     def as_run(self) -> "BatchShape":
-        """As the model has it: its micro-batches are `joined` ones."""
+        """The shape as the model sees it, whose micro-batches are joined ones."""
         size, count = self.micro_batch * self.joined, self.accumulation // self.joined
         return BatchShape(micro_batch=size, accumulation=count, replicas=self.replicas, replica=self.replica)
 
@@ -53,9 +53,9 @@ class BatchShape:
 
     @property
     def own_micro_batches(self) -> Sequence[int]:
-        """Numbers of this replica's micro-batches within an update, those that are joined one after the other."""
+        """Numbers of this replica's micro-batches within an update; those to be joined follow each other."""
         numbers = np.arange(self.replica * self.accumulation, (self.replica + 1) * self.accumulation)
-        each = self.accumulation // self.folded  # of one of the folded replicas, which would make them in turn
+        each = self.accumulation // self.folded  # per folded replica, which would compute them one after another
         return numbers.reshape(-1, self.joined, each).swapaxes(1, 2).ravel().tolist()
 
 
@@ -66,19 +66,19 @@ class Resources:
     workers: int = 0  # threads; 0: the caller's thread reads
     device: torch.device = CPU
     buffers: Buffers = field(default_factory=Buffers)
-    ahead: int = MOST_AHEAD  # bytes of images
+    ahead: int = MOST_AHEAD  # bytes of images to read ahead
 
     def images_ahead(self, form: Rows, images: int) -> int:
-        """Images to read ahead of an update of `images`: enough that no thread waits, if the memory allows it."""
+        """Images to read ahead of an update of `images`: enough that no thread waits, if memory allows."""
         part = min(form.rows, images)
         enough = max(UPDATES_AHEAD * images, PARTS_AHEAD * self.workers * part)
         return max(1, min(enough, self.ahead // (form.size * form.size * 3 * form.dtype.itemsize)))
 
     def images_held(self, form: Rows, shape: BatchShape) -> int:
-        """At most as many have memory before they are delivered, between two epochs too.
+        """The most images that have memory before they are delivered, also between two epochs.
 
-        Beyond those that are read ahead: the micro-batch that is delivered next, whatever its size, and one of which
-        the threads have got only the first rows.
+        Besides those that are read ahead, they are the micro-batch to deliver next, whatever its size, and one of which
+        the threads have been given only the first rows.
         """
         if self.workers == 0:  # nothing is read ahead
             return shape.micro_batch
@@ -92,7 +92,7 @@ class _Begun(NamedTuple):
     """An epoch whose first updates are being read."""
 
     epoch: int
-    end: int  # the epoch that reading ends before
+    end: int  # the epoch before which reading ends
     read: Generator[Iterator[Batch], None, None]  # in host memory
     updates: Iterator[list[Batch]]  # on the device
 
@@ -103,8 +103,8 @@ class Loader:
     Update u of an epoch takes images u * G to (u + 1) * G of the epoch's order, where G is the global batch. The tail
     that fills no update is dropped; it is a different one in each epoch.
 
-    With N copies of each image it takes images u * D to (u + 1) * D, where D is G / N, rounded up, then the same images
-    again, until the update is full: copies of an image are far apart, so that mixing meets other images.
+    With N copies of each image, an update takes images u * D to (u + 1) * D, where D is G / N, rounded up, then the
+    same images again until it is full: copies of an image are far apart, so that mixing combines different images.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Loader:
         order: Order | None = None,
         fill: Channels = (0.0, 0.0, 0.0),
     ) -> None:
-        """`order`: of the images in each epoch; None: each once, at random. `fill`: of erased pixels, in 0..1."""
+        """`order`: the images of each epoch; None: each once, at random. `fill`: replaces erased pixels, in 0..1."""
         if len(labels) < shape.global_batch:
             raise DataError(
                 f"{len(labels)} training images are fewer than the {shape.global_batch} of one update: "
@@ -142,8 +142,8 @@ class Loader:
     def updates(self, epoch: int, *, skip: int = 0, until: int | None = None) -> Iterator[list[Batch]]:
         """This replica's micro-batches of each update of `epoch`, from update `skip` on, on the device.
 
-        `until`: if further epochs follow, the one that they end before, which is the same in every call. Reading ahead
-        then goes on into the next epoch, whose call takes what was read: it begins without a wait.
+        `until`: if further epochs follow, the epoch before which they end, the same in every call. Reading ahead then
+        continues into the next epoch, whose call takes what was read, so that it begins without a wait.
         """
         end = epoch + 1 if until is None else until
         begun, self._begun = self._begun, None
@@ -159,26 +159,26 @@ class Loader:
         return (joined(update, self._shape.joined) for update in here) if self._shape.joined > 1 else here
 
     def _first(self, begun: "_Begun", number: int) -> Iterator[list[Batch]]:
-        """So many updates, those of its epoch; the others are kept for the next one.
+        """Yield the updates of one epoch, `number` of them; keep what was read ahead for the next epoch.
 
-        During a validation between both, they stay in memory, in that of the device if their photos are decoded there:
-        as many as `Resources.images_held` says, up to 1 GiB, and an update that is on the device in any case.
-        `train/memory.py` counts them.
+        What is kept stays in memory during a validation, on the device if photos are decoded there: as many images as
+        `Resources.images_held` says, up to 1 GiB, and one update that is on the device anyway. `train/setup.py` counts
+        them.
         """
         yield from islice(begun.updates, max(number, 0))
-        if begun.read in self._open:  # else the loader was closed
+        if begun.read in self._open:  # otherwise the loader has been closed
             self._begun = begun._replace(epoch=begun.epoch + 1)
 
     def streamed(
         self, epoch: int, *, skip: int = 0, until: int | None = None
     ) -> Generator[Iterator[Batch], None, None]:
-        """In host memory, each micro-batch as soon as it is read; finish an update before taking the next."""
+        """Updates in host memory, each micro-batch as soon as it is read; finish an update before taking the next."""
         updates = self._updates(epoch, skip, epoch + 1 if until is None else until)
         self._open.add(updates)
         return updates
 
     def close(self) -> None:
-        """End the iterators that are still open, and all threads."""
+        """End all open iterators and threads."""
         self._begun = None
         for updates in list(self._open):
             updates.close()
@@ -205,7 +205,7 @@ class Loader:
                 place = np.arange(own * shape.micro_batch, (own + 1) * shape.micro_batch)  # in the update
                 copies, place = np.divmod(place, self._images_per_update)
                 drawn = order[update * self._images_per_update + place]
-                copies += (drawn >> COPY_BITS) * self._repeats  # of an image that comes again, others
+                copies += (drawn >> COPY_BITS) * self._repeats  # an image that comes again has further copies
                 rank = np.argsort(copies, kind="stable")
                 indices, copies = (drawn & ((1 << COPY_BITS) - 1))[rank], copies[rank]
                 batch = self._resources.batch_for(self._reader, shape.micro_batch)
@@ -226,19 +226,19 @@ class Loader:
 
 
 def joined(micro_batches: Sequence[Batch], count: int) -> list[Batch]:
-    """Every `count` micro-batches as one; each is still mixed by itself."""
+    """Join every `count` micro-batches into one; each is still mixed by itself."""
     return [join(micro_batches[begin : begin + count]) for begin in range(0, len(micro_batches), count)]
 
 
 def stretch(images: int, *, replicas: int, replica: int) -> range:
-    """The images that a replica evaluates; those of the first are as many as any has."""
+    """The images that a replica evaluates; no replica has more than the first."""
     share = -(-images // replicas)
     begin = min(share * replica, images)
     return range(begin, min(begin + share, images))
 
 
 class EvaluationLoader:
-    """Every image once, in order.
+    """Evaluation batches: every image once, in order.
 
     Each replica takes an equal stretch in batches of one shape, so that all have the same number of batches; padding is
     labelled -1.
@@ -302,14 +302,14 @@ class SyntheticLoader:
             yield list(self._update)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 class LoaderByEpoch:
-    """Training batches of one loader after another, such as of larger and larger images."""
+    """Training batches from one loader after another, for example with larger and larger images."""
 
     def __init__(self, loaders: Mapping[int, Loader | SyntheticLoader]) -> None:
-        """By the epoch that each is used from, ascending; the first is 0."""
+        """`loaders`: by the first epoch of each, ascending from 0."""
         self._loaders = loaders
         self.updates_per_epoch = loaders[0].updates_per_epoch
 
@@ -324,7 +324,7 @@ class LoaderByEpoch:
 
 
 class IdleLoader:
-    """As many updates as the other loaders, without micro-batches: for stages that get activations instead."""
+    """Updates without micro-batches, as many as other loaders have: for stages that get activations instead."""
 
     def __init__(self, images: int, *, shape: BatchShape) -> None:
         self.updates_per_epoch = images // shape.global_batch
@@ -340,7 +340,7 @@ class IdleLoader:
             yield []
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 Result = TypeVar("Result", covariant=True)
@@ -348,7 +348,7 @@ Part = tuple[int, int]  # first row and the one after the last
 
 
 class Job(Protocol[Result]):
-    """Rows to be done in parts, by any thread in any order; `result` is called when all are done."""
+    """Rows to process in parts, by any thread in any order; `result` is called when all are done."""
 
     def parts(self) -> Iterable[Part]: ...
 
@@ -358,9 +358,9 @@ class Job(Protocol[Result]):
 
 
 def in_order(jobs: Iterable[Job[Result]], *, workers: int, ahead: int) -> Generator[Result, None, None]:
-    """The jobs' results in order, with up to `ahead` rows started beyond the job handed over.
+    """Yield the jobs' results in order, with up to `ahead` rows started beyond the job handed over.
 
-    Without workers each job is done on request. Closing or exhausting the generator ends the threads, and so does an
+    Without workers, each job is done on request. Closing or exhausting the generator ends the threads, and so does an
     error in a job, which is raised here unchanged.
     """
     if workers == 0:
@@ -379,7 +379,7 @@ def in_order(jobs: Iterable[Job[Result]], *, workers: int, ahead: int) -> Genera
 
 
 class _Started(Generic[Result]):
-    """A job of which some parts were given to the threads."""
+    """A job of which some parts have been given to the threads."""
 
     def __init__(self, job: Job[Result]) -> None:
         self.job = job
@@ -397,7 +397,7 @@ class _Queue(Generic[Result]):
         self._rows = 0  # given to the threads and not yet handed over
 
     def next(self) -> _Started[Result] | None:
-        """The oldest job, done; None after the last."""
+        """Finish the oldest job and return it; None after the last."""
         self._start()
         if not self._started:
             return None
@@ -426,30 +426,30 @@ class _Queue(Generic[Result]):
             self._rows += end - begin
 
     def _most(self) -> int:
-        """The job handed over next is done whatever its size."""
+        """The most rows to start: those ahead, beyond the job handed over next, whatever its size."""
         return self._started[0].rows + self._ahead
 
 
 class _Reading(Job[Batch]):
-    """One micro-batch being read, in parts of as many rows as are worth a call."""
+    """A micro-batch being read, in parts of the reader's rows per call."""
 
     def __init__(
         self, reader: RowReader, indices: IntArray, *, epoch: int, batch: Batch, copies: IntArray | None = None
     ) -> None:
-        """`copies`: how often each image came before in the epoch, ascending; None: 0."""
+        """`copies`: how often each image came earlier in the epoch, ascending; None: never."""
         self._reader, self._indices, self._epoch, self._batch = reader, indices, epoch, batch
         self._copies = np.zeros_like(indices) if copies is None else copies
 
     def parts(self) -> Iterator[Part]:
         rows, count = self._reader.rows, len(self._indices)
-        changes = np.flatnonzero(np.diff(self._copies)) + 1  # a part has one number of copy
+        changes = np.flatnonzero(np.diff(self._copies)) + 1  # the images of a part are copies of the same number
         for first, end in itertools.pairwise((0, *changes.tolist(), count)):
             for begin in range(first, end, rows):
                 yield begin, min(begin + rows, end)
 
     def do(self, part: Part) -> None:
         rows, images = slice(*part), self._batch.images.permute(0, 2, 3, 1)
-        # Crops are drawn by epoch: a copy's are those of an epoch that no run reaches.
+        # Crops are drawn by epoch: for a copy, by an epoch that no run reaches.
         epoch = self._epoch + (int(self._copies[part[0]]) << COPY_BITS)
         read = self._reader.read(self._indices[rows], epoch=epoch, out=images[rows])
         self._batch.labels.numpy()[rows][~read] = -1
@@ -459,7 +459,7 @@ class _Reading(Job[Batch]):
 
 
 def _filled(batch: Batch, labels: IntArray, mix: Mix | None) -> Batch:
-    """The same memory with its labels and mix; the images are read later."""
+    """Write labels and mix into a batch's memory; the images are read later."""
     batch.labels.numpy()[:] = labels
     if mix is None:
         return batch._replace(mix=None)

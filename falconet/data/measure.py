@@ -1,4 +1,4 @@
-"""Images per second of each step of the input pipeline alone, and of all of them together."""
+"""Measures the input pipeline: images per second of each step alone, and of all of them together."""
 
 import contextlib
 import itertools
@@ -31,7 +31,7 @@ READ, DECODE, BATCH, COPY, AUGMENT, TOGETHER = "read", "decode and resize", "bat
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the pipeline; the rate is None if there is no such step."""
+    """A step of the pipeline; the rate is None if the pipeline lacks it."""
 
     name: str
     images_per_second: float | None
@@ -40,17 +40,15 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """What is measured."""
+    """The pipeline that is measured."""
 
     source: Source
     reader: RowReader
     resources: Resources
     micro_batch: int
-    training: bool  # in random order, or in order as for evaluation
-    world: World = ALONE  # the processes that read at the same time, each its share of the images
-    augmentation: Augmentation = field(
-        default_factory=Augmentation
-    )  # what happens to pixels on the device, in training
+    training: bool  # random order; otherwise in order, as in evaluation
+    world: World = ALONE  # processes that read at the same time, each its share of the images
+    augmentation: Augmentation = field(default_factory=Augmentation)  # changes of pixels on the device, in training
 
     @property
     def threads(self) -> int:
@@ -65,7 +63,7 @@ class Pipeline:
         ).batches()
 
     def endless(self, reader: RowReader) -> Generator[Batch, None, None]:
-        """Pass after pass; in training, the next one is read ahead, as a run does."""
+        """Yield batches, pass after pass; in training, the next pass is read ahead, as in a run."""
         if not self.training:
             for epoch in itertools.count():
                 yield from self.batches(reader, epoch)
@@ -91,9 +89,9 @@ class Pipeline:
 
 
 def stage_rates(pipeline: Pipeline, *, seconds: float) -> list[Stage]:
-    """Each step for this many seconds, with the pipeline's threads; reading is from wherever the data is stored.
+    """Measure each step for this many seconds, with the pipeline's threads; files are read from where they are stored.
 
-    Of several processes, which measure at the same time, the sum.
+    If several processes measure at the same time, the rates are sums over all.
     """
     pipeline.world.barrier("measuring the steps")
     return [_of_all(stage, pipeline.world) for stage in _own_rates(pipeline, seconds)]
@@ -135,20 +133,20 @@ def loader_rate(pipeline: Pipeline, *, seconds: float) -> float:
     return _passing(pipeline, pipeline.reader, seconds)
 
 
-MOST_COLD = 4096  # images that are dropped from memory and read again, each once; enough for a pass of a loader
+MOST_COLD = 4096  # images to drop from memory and read again, each once; enough for a pass of a loader
 
 
 class Cold(NamedTuple):
-    """Files that were read from the disk."""
+    """The result of reading files from the disk."""
 
     images_per_second: float
-    read: IntArray  # the images: the system has these in memory now
+    read: IntArray  # the images read, which the system now has in memory
 
 
 def cold_reads(source: PhotoSource, *, threads: int, seconds: float) -> Cold:
-    """Read from the disk, by threads as the loader's, for at most so many seconds.
+    """Read photos from the disk for at most this many seconds, by as many threads as the loader has.
 
-    What the system keeps of their files in memory is dropped first, by posix_fadvise.
+    What the system has of their files in memory is dropped first, by posix_fadvise.
     """
     order, begin = np.random.default_rng(1).permutation(len(source))[:MOST_COLD].tolist(), time.perf_counter()
     dropped: list[int] = []
@@ -172,7 +170,7 @@ def cold_reads(source: PhotoSource, *, threads: int, seconds: float) -> Cold:
 
 
 def _drop(source: PhotoSource, index: int) -> None:
-    """Let the system forget the content of an image's file; what was just written is written to the disk first."""
+    """Make the system forget an image's file, after writing what is not on the disk yet."""
     if isinstance(source, FileSource):
         path, begin, size = source.path(index), 0, 0  # all of it
     else:
@@ -180,7 +178,7 @@ def _drop(source: PhotoSource, index: int) -> None:
         begin, size = int(source.places.begins[index]), int(source.places.sizes[index])
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # a link that leads nowhere, which the loader counts as a bad image
+    except FileNotFoundError:  # a broken link, which the loader counts as a bad image
         return
     try:
         os.fdatasync(handle)
@@ -196,7 +194,7 @@ def limiting(measured: Iterable[Stage]) -> str:
 
 
 def passes(pipeline: Pipeline, count: int) -> Iterator[float]:
-    """Images per second of whole passes over the data: the images of all processes in the time of the slowest."""
+    """Yield the images per second of whole passes: those of all processes in the time of the slowest."""
     world = pipeline.world
     for epoch in range(count):
         world.barrier("beginning a pass")
@@ -208,7 +206,7 @@ def passes(pipeline: Pipeline, count: int) -> Iterator[float]:
 
 
 class _Blank:
-    """Reads nothing: what remains is the loader's own work."""
+    """A reader that reads nothing, so that only the loader's own work remains."""
 
     def __init__(self, reader: RowReader) -> None:
         self.size, self.rows, self.dtype = reader.size, reader.rows, reader.dtype
@@ -218,7 +216,7 @@ class _Blank:
 
 
 def read_rate(pipeline: Pipeline, *, seconds: float) -> float | None:
-    """Images per second read and not decoded, from wherever they are; None: they are in memory."""
+    """Images per second read but not decoded; None if they are in memory."""
     source = pipeline.source
     if isinstance(source, ArraySource):
         return None
@@ -227,7 +225,7 @@ def read_rate(pipeline: Pipeline, *, seconds: float) -> float | None:
 
 
 def _only_read(source: PhotoSource) -> Callable[[IntArray], object]:
-    """Reads files as the loaders do: by the native library if there is one, which does not hold Python's lock."""
+    """A function that reads files as the loaders do: by the native library if possible, without Python's lock."""
     library, thread = native.library(), threading.local()
     if library is None:
         return lambda indices: [_encoded(source, index) for index in indices.tolist()]
@@ -244,12 +242,12 @@ def _only_read(source: PhotoSource) -> Callable[[IntArray], object]:
 def _encoded(source: PhotoSource, index: int) -> bytes:
     try:
         return source.encoded(index)
-    except FileNotFoundError:  # a link that leads nowhere, which the loader counts as a bad image
+    except FileNotFoundError:  # a broken link, which the loader counts as a bad image
         return b""
 
 
 def _filled(pipeline: Pipeline) -> Callable[[IntArray], None]:
-    """Reads into memory of the calling thread."""
+    """A function that reads images into the calling thread's own memory."""
     reader, thread = pipeline.reader, threading.local()
 
     def fill(indices: IntArray) -> None:
@@ -261,12 +259,12 @@ def _filled(pipeline: Pipeline) -> Callable[[IntArray], None]:
 
 
 def _thread_rate(pipeline: Pipeline, work: Callable[[IntArray], object], rows: int, seconds: float) -> float:
-    """Images per second of `work` on parts of a random order, by as many threads as the loader has."""
+    """Images per second of `work` on parts of a random order, in as many threads as the loader has."""
     order = np.random.default_rng(0).permutation(len(pipeline.source))
     rows = min(rows, len(order))
     parts = [order[begin : begin + rows] for begin in range(0, len(order) - rows + 1, rows)]
     work(parts[0])  # one-time work is not measured
-    numbers = itertools.count()  # of parts; taking the next one is atomic
+    numbers = itertools.count()  # counts the parts; taking the next number is atomic
     begin = time.perf_counter()
 
     def repeat() -> int:
@@ -282,7 +280,7 @@ def _thread_rate(pipeline: Pipeline, work: Callable[[IntArray], object], rows: i
 
 
 def _passing(pipeline: Pipeline, reader: RowReader, seconds: float) -> float:
-    """Images per second of the loader, pass after pass, after its first batch."""
+    """Images per second of the loader, pass after pass, from its second batch on."""
     with contextlib.closing(pipeline.endless(reader)) as batches:
         next(batches)
         _settle(pipeline.resources.device)
@@ -311,7 +309,7 @@ def copy_rate(pipeline: Pipeline, *, seconds: float) -> float | None:
 
 
 def _augment_stage(pipeline: Pipeline, seconds: float) -> list[Stage]:
-    """Images per second whose pixels are changed on the device; nothing if none are."""
+    """The step that changes pixels on the device; none if there is no such change."""
     changes, device, size = (
         PixelChanges(augmentation=pipeline.augmentation),
         pipeline.resources.device,

@@ -11,15 +11,15 @@ from torch import Tensor
 from falconet.config.options import Augmentation
 from falconet.data.keyed import FloatArray, IntArray, Purpose, uniform
 
-Targets = Callable[[Tensor], Tensor]  # labels (N) to the targets of unmixed images, a row each; zeros for -1
+Targets = Callable[[Tensor], Tensor]  # labels (N) to targets of unmixed images, one row each; zeros for -1
 
 
 class Mix(NamedTuple):
-    """How one micro-batch is mixed."""
+    """How a micro-batch is mixed."""
 
-    mixup: Tensor  # N, float32: weight of the image itself; ones mix nothing
+    mixup: Tensor  # N, float32: the image's own weight; ones mix nothing
     box: Tensor  # 4, int64: y0, y1, x0, x1 of the region cutmix pastes; an empty one pastes nothing. Or a row for
-    # each of several parts of equal size, which are mixed by themselves
+    # each of several parts of equal size, which are mixed separately
 
     def parts(self) -> "list[Mix]":
         return [Mix(*each) for each in zip(self.mixup.chunk(len(self.box)), self.box, strict=True)]
@@ -40,8 +40,8 @@ def mixes_or_cuts(augmentation: Augmentation) -> bool:
 def draw(augmentation: Augmentation, *, indices: IntArray, micro_batch: int, side: int, seed: int, epoch: int) -> Mix:
     """The mix of global micro-batch number `micro_batch`, made of the images `indices`, each side x side pixels.
 
-    Both need two images, so that none is its own partner. With both and two or three images, cutmix pastes what was
-    mixed with the image itself: fewer labels, equally exact.
+    Mixup and cutmix need two images, so that none is its own partner. With both and only two or three images, cutmix
+    pastes what mixup has mixed with the image itself: fewer labels, equally exact.
     """
     assert len(indices) >= (2 if mixes_or_cuts(augmentation) else 1)
     weights = np.ones(len(indices))
@@ -56,7 +56,7 @@ def beta(alpha: float, *, indices: IntArray, seed: int, epoch: int) -> FloatArra
     """One Beta(alpha, alpha) number per index, by Joehnk's rejection, which suits alpha of at most 1.
 
     With x = u**(1/alpha) and y = v**(1/alpha), x / (x + y) given x + y <= 1 has that distribution. In logarithms,
-    because the powers underflow for a small alpha. Round r of an index uses its draws 2r and 2r + 1.
+    because the powers underflow for small alpha. Round r of an index uses its draws 2r and 2r + 1.
     """
     result = np.empty(len(indices))
     waiting = np.arange(len(indices))
@@ -92,16 +92,16 @@ def _cutmix_box(
 
 
 def _exponential(uniform: float) -> float:
-    """The TensorFlow original's draw from 0 to 1: 1 + ln(u) / 4 for a uniform u from e**-4 to 1, so mostly near 1."""
+    """The TensorFlow original's draw from 0 to 1, mostly near 1: 1 + ln(u) / 4 for a uniform u from e**-4 to 1."""
     least = math.exp(-4)
     return 1 + math.log(least + uniform * (1 - least)) / 4
 
 
 def mixed_images(images: Tensor, mix: Mix | None) -> Tensor:
-    """Mixed images (N x 3 x H x W, floating): mixup first, then cutmix.
+    """Mix images (N x 3 x H x W, floating): mixup first, then cutmix.
 
-    Mixup's partner is the previous image, cutmix's the one before that, so with both an image has up to four labels; of
-    two images, each is the other's partner. Shapes are static and nothing waits for the device, so that this can be
+    Mixup's partner is the previous image, cutmix's the one before that, so an image can have up to four labels with
+    both; two images are each other's partners. Shapes are static and nothing waits for the device, so this can be
     captured in a graph.
     """
     if mix is None:
@@ -119,9 +119,9 @@ def mixed_images(images: Tensor, mix: Mix | None) -> Tensor:
 
 
 def mixed_targets(labels: Tensor, mix: Mix | None, *, targets: Targets, side: int) -> Tensor:
-    """Soft targets (N rows, float32) of images of side x side pixels that were mixed so.
+    """Soft targets (N rows, float32) for mixed images of side x side pixels.
 
-    An image labelled -1 gets a row of zeros, and what it gives to a partner counts for nothing.
+    An image labelled -1 gets a row of zeros, and its part in a partner counts for nothing.
     """
     if mix is not None and mix.box.ndim == 2:
         pairs = zip(labels.chunk(len(mix.box)), mix.parts(), strict=True)
@@ -137,7 +137,7 @@ def mixed_targets(labels: Tensor, mix: Mix | None, *, targets: Targets, side: in
 
 
 def _away(batch: Tensor) -> int:
-    """How far back cutmix's partner is."""
+    """How far back in the batch cutmix's partner is."""
     return 2 if len(batch) > 2 else 1
 
 

@@ -1,4 +1,4 @@
-"""The images of an epoch in order: each once, or every class as often as the others."""
+"""The order of an epoch's images: each once, or every class equally often."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import numpy as np
 from falconet.data import keyed
 from falconet.data.keyed import IntArray, Purpose
 
-COPY_BITS = 32  # of an image's number in an order; above them stands how often it has come before in the epoch
+COPY_BITS = 32  # for an image's number in an order; the bits above say how often it came earlier in the epoch
 Order = Callable[[int], IntArray]  # epoch -> as many numbers as there are images
 
 
@@ -18,7 +18,7 @@ def shuffled(images: int, *, seed: int) -> Order:
 
 
 class OrderAhead:
-    """An order whose next epoch is drawn by a thread while this one is used: 0.1 s for a million images."""
+    """Draws the next epoch's order in a thread while this one is used: 0.1 s for a million images."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -44,10 +44,10 @@ class OrderAhead:
 
 
 def balanced(labels: IntArray, *, seed: int) -> Order:
-    """As many images per epoch, an equal share of every class; images of small classes come again.
+    """An order with an equal share of every class in each epoch; images of small classes are repeated.
 
-    A class shows all of its images before one comes again, and continues in the next epoch where it stopped in this
-    one. What equal shares leave over goes to other classes in every epoch.
+    A class shows all of its images before it repeats one, and continues in the next epoch where it stopped in this one.
+    The remainder after equal shares goes to different classes in every epoch.
     """
     classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     images, count = len(labels), len(classes)
@@ -64,7 +64,7 @@ def balanced(labels: IntArray, *, seed: int) -> Order:
 
 
 def _drawn(members: IntArray, *, first: int, end: int, seed: int) -> IntArray:
-    """Draws number `first` to `end` of a class in the whole run."""
+    """The images of a class at draws `first` to `end`, counted over the whole run."""
     rounds, places = np.divmod(np.arange(first, end, dtype=np.int64), len(members))
     picked = np.empty(end - first, dtype=np.int64)
     for turn in np.unique(rounds).tolist():  # each shows every image of the class once
@@ -75,12 +75,12 @@ def _drawn(members: IntArray, *, first: int, end: int, seed: int) -> IntArray:
 
 
 def _share(total: int, classes: int, number: int) -> int:
-    """How many of the first `total` draws fall to class `number`, in turn."""
+    """How many of the first `total` draws belong to class `number`, if classes take turns."""
     return total // classes + (number < total % classes)
 
 
 def _occurrences(values: IntArray) -> IntArray:
-    """How often each value has come before."""
+    """How often each value came earlier."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     first = np.searchsorted(ordered, ordered)
@@ -90,7 +90,7 @@ def _occurrences(values: IntArray) -> IntArray:
 
 
 def class_weights(labels: IntArray, classes: int) -> tuple[float, ...]:
-    """Weights of the loss inverse to the images of each class, with a mean of 1 over the images; 0 for none."""
+    """Loss weights, inverse to the images of each class, with a mean of 1 over all images; 0 for an empty class."""
     counts = np.bincount(labels[labels >= 0], minlength=classes)
     present = np.count_nonzero(counts)
     return tuple(float(counts.sum() / (present * n)) if n else 0.0 for n in counts.tolist())

@@ -1,4 +1,4 @@
-"""Packs class folders into shards: the same bytes however often it is started."""
+"""Packs class folders into shards, with the same bytes however often it is started again."""
 
 import contextlib
 import errno
@@ -25,17 +25,17 @@ from falconet.data.storage import FileSource
 from falconet.errors import NO_ROOM, DataError
 
 INTERVAL = 8  # MCUs between restart markers: docs/using/data.md explains the trade-off
-QUALITY = 90  # of photos that are encoded again
-MOST_SIDE = 65_500  # pixels of a JPEG's side that libjpeg writes
-LEFT_OUT = "left_out"  # what a shard says about photos that it lacks: pairs of name and reason
+QUALITY = 90  # for photos that are encoded again
+MOST_SIDE = 65_500  # pixels: the longest side that libjpeg writes
+LEFT_OUT = "left_out"  # a shard's entry for photos that it lacks: pairs of name and reason
 WINDOW = 4  # images in progress per worker
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is done to each image."""
+    """How each image is packed."""
 
-    resize: int | None = None  # short side in pixels; None: lossless
+    resize: int | None = None  # to this short side in pixels; None: lossless
     marked: bool = True  # with restart markers, if the native library can write them
 
 
@@ -43,13 +43,13 @@ class Outcome(NamedTuple):
     """One image, ready to be packed."""
 
     data: bytes
-    read: int  # bytes of the file
+    read: int  # bytes in the file
     marked: bool
-    trouble: str | None = None  # why it cannot be decoded; it is left out
+    trouble: str | None = None  # why it cannot be decoded, and is left out
 
 
 class Broken(NamedTuple):
-    """A photo that was left out, because it is missing or cannot be decoded."""
+    """A photo that was left out because it is missing or cannot be decoded."""
 
     path: Path
     reason: str
@@ -72,7 +72,7 @@ class Shard:
 
 
 def plan(sources: dict[str, FileSource], *, shard_size: int) -> list[Shard]:
-    """Every shard; depends only on the number of images, so that the plan is always the same."""
+    """Every shard to write; it depends only on the numbers of images, so the plan is always the same."""
     shards = []
     for split, source in sources.items():
         count = -(-len(source) // shard_size)
@@ -96,13 +96,13 @@ def made(shard: Shard, target: Path, recipe: Recipe) -> bool:
 
 
 def left_out(shard: Shard, target: Path) -> list[Broken]:
-    """What was left out of a shard that exists: it says so itself."""
+    """The photos left out of an existing shard, which lists them itself."""
     found = packed.read_head(target / shard.name).facts.get(LEFT_OUT, [])
     return [Broken(shard.source.root / str(name), str(reason)) for name, reason in found]
 
 
 class Packer:
-    """Packs shards, one after the other; each gets its name when it is complete."""
+    """Packs one shard after another; each gets its name when it is complete."""
 
     def __init__(self, target: Path, *, recipe: Recipe, workers: int) -> None:
         self._target, self._recipe, self._workers = target, recipe, workers
@@ -147,7 +147,7 @@ class Packer:
         self.bytes_written += len(outcome.data)
 
     def _outcomes(self, shard: Shard) -> Iterator[tuple[int, Outcome]]:
-        """In order, with a bounded number of images in memory."""
+        """The images in order, with a bounded number in memory."""
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="falconet-pack")
         begun: deque[tuple[int, Future[Outcome]]] = deque()
         try:
@@ -174,7 +174,7 @@ def prepared(path: Path, *, recipe: Recipe, library: Library | None) -> Outcome:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     try:
         data = original if recipe.resize is None else shrunk(original, recipe.resize)
-    except OSError as error:  # of the encoder
+    except OSError as error:  # from the encoder
         raise DataError(f"{path}: cannot be shrunk ({error.strerror or error})") from None
     marked = library.restart_marked(data, interval=INTERVAL) if library is not None and data else None
     if isinstance(marked, bytes):
@@ -183,7 +183,7 @@ def prepared(path: Path, *, recipe: Recipe, library: Library | None) -> Outcome:
 
 
 def _trouble(data: bytes) -> str | None:
-    """Why these bytes are not an image; it takes a decoding, so it is only asked of files without restart markers."""
+    """Why these bytes are not an image. It has to decode them, so it is used only for files without restart markers."""
     try:
         open_rgb(io.BytesIO(data))
     except UnreadableImageError as error:
@@ -192,7 +192,7 @@ def _trouble(data: bytes) -> str | None:
 
 
 def shrunk(data: bytes, short_side: int) -> bytes:
-    """A photo larger than this, shrunk and encoded again; any other, and one too long for a JPEG, unchanged."""
+    """Shrink and encode a photo with a longer short side; a smaller one, or one too long for a JPEG, is unchanged."""
     try:
         image = open_rgb(io.BytesIO(data))
     except UnreadableImageError:
@@ -209,7 +209,7 @@ def shrunk(data: bytes, short_side: int) -> bytes:
 
 
 def _facts(shard: Shard, recipe: Recipe) -> dict[str, object]:
-    """What a shard stores about itself; equal facts mean equal files."""
+    """The facts that a shard stores about itself; equal facts mean equal files."""
     return {
         "split": shard.split,
         "number": shard.number,
@@ -220,7 +220,7 @@ def _facts(shard: Shard, recipe: Recipe) -> dict[str, object]:
 
 
 def _digest(shard: Shard) -> str:
-    """Digest of the names, labels and sizes of the files."""
+    """A digest of the files' names, labels and sizes."""
     total = hashlib.sha256()
     for index in range(shard.begin, shard.end):
         found = _stat(shard.source.path(index))
@@ -231,7 +231,7 @@ def _digest(shard: Shard) -> str:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """None: a link that leads nowhere."""
+    """A photo's stat; None for a broken link."""
     try:
         return path.stat()
     except OSError as error:
@@ -241,7 +241,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _leads_nowhere(path: Path, error: OSError) -> bool:
-    """Whether a photo is a link to nothing, or to itself; one that is gone may be on a disk that is."""
+    """Whether a photo is a broken link, or one to itself; any other missing photo may be on a disk that is gone."""
     return error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink()
 
 
@@ -264,13 +264,13 @@ def alone(target: Path) -> Iterator[None]:
 
 
 def leftovers(target: Path, shards: Sequence[Shard]) -> list[Path]:
-    """Shards of an earlier, larger set, which would be taken for a part of this one."""
+    """Shards of an earlier, larger set, which would pass for parts of this one."""
     names = {shard.name for shard in shards}
     return [path for paths in packed.find(target).values() for path in paths if path.name not in names]
 
 
 def _flush_folder(folder: Path) -> None:
-    """So that the new name survives a power cut."""
+    """Flush a folder, so that a new name in it survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

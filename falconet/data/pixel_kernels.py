@@ -1,4 +1,4 @@
-"""Pixels on the device in one Triton launch each: images picked and moved, bytes to model input.
+"""Work on pixels on the device in one Triton launch each: picking and moving images, and making model input of bytes.
 
 Torch takes fifteen launches for the first, and three for the second, with two copies in float32.
 """
@@ -20,7 +20,7 @@ PIXELS = 1024  # per program
 def _normalise_levels(
     images, scale, shift, out, count, OUT: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr
 ):
-    """OUT: channels of the result, those beyond three are 0; CHANNELS: as many or more, a power of two."""
+    """Normalise bytes. OUT: channels of the result, 0 beyond three; CHANNELS: at least as many, a power of two."""
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, CHANNELS)
     colours = (pixel < count)[:, None] & (channel < 3)[None, :]
@@ -32,7 +32,7 @@ def _normalise_levels(
 
 
 def normalise(images: Tensor, scale: Tensor, shift: Tensor, *, dtype: torch.dtype, channels: int = 3) -> Tensor:
-    """images: N x 3 x H x W, uint8, channels-last; the result has `channels`, of which those beyond three are 0."""
+    """Normalise N x 3 x H x W, uint8, channels-last; the result has `channels`, those beyond three being 0."""
     number, _, height, width = images.shape
     shape = (number, channels, height, width)
     out = torch.empty(shape, dtype=dtype, device=images.device, memory_format=torch.channels_last)
@@ -51,7 +51,7 @@ def _reflected(place, side):
 
 @triton.jit(do_not_specialize=["side"])
 def _pick(images, moves, out, side, REFLECTS: tl.constexpr, PIXELS: tl.constexpr):
-    """A program: some pixels of one image. Images are far apart, places in one are counted in 32 bits."""
+    """Pick some pixels of one image per program. Offsets within an image fit in 32 bits."""
     image = tl.program_id(0).to(tl.int64)
     number, down = tl.load(moves + 4 * image), tl.load(moves + 4 * image + 1).to(tl.int32)
     right, mirrored = tl.load(moves + 4 * image + 2).to(tl.int32), tl.load(moves + 4 * image + 3)
@@ -70,6 +70,6 @@ def _pick(images, moves, out, side, REFLECTS: tl.constexpr, PIXELS: tl.constexpr
 
 
 def pick(images: Tensor, moves: Tensor, *, reflects: bool, out: Tensor) -> None:  # N x S x S x 3; M x 4; M x S x S x 3
-    """Write the images of some numbers, each moved down and right, then mirrored; `moves` has the four, as int64."""
+    """Write images by number, each moved down and right, then mirrored; `moves` has these four as int64."""
     side = images.shape[1]
     _pick[(len(moves), -(-side * side // PIXELS))](images, moves, out, side, REFLECTS=reflects, PIXELS=PIXELS, **FUSED)

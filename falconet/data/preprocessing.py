@@ -17,7 +17,7 @@ Interpolation = Literal["bilinear", "bicubic"]  # how photos are resized, as Pil
 IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
 IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 MOST_SIDE = 4096  # pixels, in a checkpoint: a larger one would be a way to exhaust memory
-LEAST_STD, MOST_VALUE = 1e-6, 1e6  # of a stored deviation or mean, for pixels in 0..1: others make inputs infinite
+LEAST_STD, MOST_VALUE = 1e-6, 1e6  # for a stored deviation or mean, pixels in 0..1: others make inputs infinite
 IMAGENET_MEAN_PIXEL = (123.68, 116.78, 103.94)  # 0 to 255; not exactly 255 times the mean above
 
 
@@ -30,7 +30,7 @@ class Preprocessing:
     mean: Channels
     std: Channels
     interpolation: Interpolation = "bilinear"
-    antialias: bool = True  # shrink by all pixels, not by the four nearest
+    antialias: bool = True  # shrink by averaging over all pixels, not the four nearest
     standardised: bool = False  # each image by its own mean and deviation, instead of those above
 
     def __post_init__(self) -> None:
@@ -41,17 +41,17 @@ class Preprocessing:
 
     @property
     def unnormalised(self) -> "Preprocessing":
-        """The same with unchanged pixels, 0 to 255."""
+        """The same preprocessing with unchanged pixels, 0 to 255."""
         return replace(self, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), standardised=False)
 
     @property
     def by_image(self) -> "Preprocessing":
-        """The same with each image standardised, as the TensorFlow original did for CIFAR."""
+        """The same preprocessing with each image standardised, as the TensorFlow original did for CIFAR."""
         return replace(self.unnormalised, standardised=True)
 
     @property
     def centred(self) -> "Preprocessing":
-        """The same with ImageNet's mean subtracted from pixels of 0 to 255, as in the TensorFlow original."""
+        """The same preprocessing, but minus ImageNet's mean of pixels 0 to 255, as in the TensorFlow original."""
         red, green, blue = IMAGENET_MEAN_PIXEL
         return replace(self, mean=(red / 255, green / 255, blue / 255), std=(1 / 255, 1 / 255, 1 / 255))
 
@@ -82,18 +82,18 @@ _LATER = ("antialias", "standardised")  # entries missing from older checkpoints
 
 
 def short_side(image_size: int, *, ratio: float = 7 / 8) -> int:
-    """Short side of a photo before a centre crop that keeps `ratio` of it: 256 for 224, rounded as in timm."""
+    """A photo's short side before a centre crop that keeps `ratio` of it: 256 for 224, rounded as in timm."""
     return int(image_size / ratio)
 
 
 class Normalise(nn.Module):
-    """Pixels 0..255 to (pixel / 255 - mean) / std, as one multiply and add in float32."""
+    """Turns pixels 0..255 into (pixel / 255 - mean) / std, by one multiply and add in float32."""
 
     scale: Tensor
     shift: Tensor
 
     def __init__(self, preprocessing: Preprocessing, *, dtype: torch.dtype = torch.float32, channels: int = 3) -> None:
-        """`channels`: of the result; those beyond three are 0."""
+        """`channels`: in the result; those beyond three are 0."""
         super().__init__()
         mean = torch.tensor(preprocessing.mean, dtype=torch.float64).view(1, 3, 1, 1)
         std = torch.tensor(preprocessing.std, dtype=torch.float64).view(1, 3, 1, 1)
@@ -117,7 +117,7 @@ class Normalise(nn.Module):
 
 
 class Standardise(Normalise):
-    """(image - mean) / deviation, both over all values of the image: TensorFlow's per_image_standardization.
+    """Computes (image - mean) / deviation over all values of each image: TensorFlow's per_image_standardization.
 
     The deviation is at least 1 / sqrt(values), in levels of 0 to 255: an image of one colour becomes zeros.
     """
@@ -131,7 +131,7 @@ class Standardise(Normalise):
 
 
 def standardise_pixels(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:  # N x H x W x 3
-    """The same on the host, in numpy: on the loader's threads torch would start further threads."""
+    """Standardise on the host, in numpy: on the loader's threads, torch would start further threads."""
     values = pixels.astype(np.float32)
     values -= values.mean(axis=(1, 2, 3), keepdims=True)
     deviation = np.sqrt(np.square(values).mean(axis=(1, 2, 3), keepdims=True))
@@ -140,7 +140,7 @@ def standardise_pixels(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]
 
 
 def normaliser(preprocessing: Preprocessing, *, dtype: torch.dtype = torch.float32, channels: int = 3) -> Normalise:
-    """Turns pixels into model input; channels beyond three are 0."""
+    """The module that turns pixels into model input; channels beyond three are 0."""
     kind = Standardise if preprocessing.standardised else Normalise
     return kind(preprocessing, dtype=dtype, channels=channels)
 
@@ -165,7 +165,7 @@ def _channels(stored: dict[str, object], name: str, *, least: float) -> Channels
 
 
 def _cut(value: object) -> str:
-    """A value of another person's checkpoint, which may be long."""
+    """Shorten a value from another person's checkpoint, which may be long."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -1,4 +1,4 @@
-"""Readers: the pixels of images, cropped, resized and mirrored, from memory, through Pillow or the native decoder."""
+"""Readers of pixels, cropped, resized and mirrored: from memory, by Pillow or by the native decoder."""
 
 import math
 import os
@@ -40,20 +40,20 @@ FILTERS: dict[Interpolation, Filter] = {"bilinear": Filter.BILINEAR, "bicubic": 
 
 
 class Reader(Protocol):
-    """Reads images. Several threads call `read` at once, so it changes no state of the reader."""
+    """Reads images. Several threads call `read` at once, so it must not change the reader's state."""
 
     @property
     def size(self) -> int: ...  # side of the images read, pixels
 
     @property
-    def rows(self) -> int: ...  # images worth one call: the loader divides a batch among threads in such parts
+    def rows(self) -> int: ...  # images per call: the loader divides a batch among threads in such parts
 
     def read(self, indices: IntArray, *, epoch: int, out: PixelArray) -> BoolArray:
         """Write the images into `out` (N x size x size x 3); return which could be read. The others are black."""
 
 
 def reader_for(source: Source, *, crops: Crops, bad: BadImages) -> Reader:
-    """The reader for this kind of source.
+    """Choose the reader for a kind of source.
 
     Photos are decoded by the native library if it was built (`native.why_not` gives the reason), else by Pillow.
     """
@@ -67,9 +67,9 @@ def reader_for(source: Source, *, crops: Crops, bad: BadImages) -> Reader:
 
 
 class ArrayReader:
-    """Images in memory, all of one size; reading them cannot fail."""
+    """Reads images in memory, all of one size; this cannot fail."""
 
-    rows = 512  # a part takes milliseconds, so that handing it to a thread costs little in comparison
+    rows = 512  # a part takes milliseconds, so handing it to a thread costs little
 
     def __init__(self, source: ArraySource, *, crops: Crops) -> None:
         self.size = crops.size
@@ -86,7 +86,7 @@ class ArrayReader:
 
     @property
     def only_moves(self) -> bool:
-        """Whether the images already have their size, and are at most shifted and mirrored."""
+        """Whether images already have the right size, and are only shifted or mirrored, if anything."""
         whole = (self._height, self._width, self._crops.preprocessing.resize) == (self.size, self.size, self.size)
         return whole and self._crops.augment != "crop-flip"
 
@@ -94,7 +94,7 @@ class ArrayReader:
         return self._images[indices]
 
     def move(self, images: ValueArray, indices: IntArray, *, epoch: int, out: ValueArray) -> None:
-        """Shift and mirror the images, of pixels or of values, into `out`; zeros move in."""
+        """Shift and mirror images, of pixels or of values, into `out`; zeros move in."""
         out[:] = images = self._shifted(images, indices, epoch)
         flips = self._crops.flips(indices, epoch=epoch)
         out[flips] = images[flips, :, ::-1]
@@ -120,7 +120,7 @@ class ArrayReader:
 
 
 class PillowReader:
-    """Photos decoded by Pillow, which releases Python's lock meanwhile."""
+    """Reads photos with Pillow, which releases Python's lock while it decodes."""
 
     rows = 8  # about 20 ms of decoding: small enough to keep every thread busy to the end of a batch
 
@@ -149,12 +149,12 @@ Opener = Callable[[Workspace, IntArray], tuple[SizeArray, StatusArray]]
 
 
 class NativeReader:
-    """Photos decoded by the native library; Pillow takes what it refuses.
+    """Reads photos with the native library; Pillow takes what that refuses.
 
     Three calls for all rows: read the files, draw their boxes, decode.
     """
 
-    # About 20 ms, of which Python holds its lock for 0.35, mostly per call: with 16 rows it would hold it a seventh of
+    # About 20 ms, 0.35 of them with Python's lock, mostly per call: with 16 rows it would be held for a seventh of
     # the time at 6,000 images per second. Each thread keeps this many files in memory.
     rows = 32
 
@@ -167,7 +167,7 @@ class NativeReader:
         self._own = threading.local()
 
     def keep(self, cache: "EncodedCache") -> None:
-        """From now on, read what the cache can hold from there."""
+        """Read photos from the cache from now on, if it can hold them."""
         plain = self._open
         self._open = lambda workspace, indices: cache.opened(workspace, indices) or plain(workspace, indices)
 
@@ -186,23 +186,23 @@ class NativeReader:
         return read
 
     def _workspace(self) -> Workspace:
-        """One per thread, freed with it."""
+        """This thread's workspace, freed with the thread."""
         if not hasattr(self._own, "workspace"):
-            # Pillow's limit, so that both agree on which images are too large.
+            # Pillow's limit, so that both agree on what is too large.
             self._own.workspace = Workspace(self._library, most_pixels=Image.MAX_IMAGE_PIXELS or MOST_PIXELS)
         workspace: Workspace = self._own.workspace
         return workspace
 
 
 def opener(source: PhotoSource) -> Opener:
-    """Reads the encoded images of a source into a workspace."""
+    """A function that reads a source's encoded images into a workspace."""
     return _file_opener(source) if isinstance(source, FileSource) else _shard_opener(source)
 
 
 def _file_opener(source: FileSource) -> Opener:
     root = os.fsencode(source.root) + b"/"
 
-    def path(index: int) -> bytes:  # FileSource.path as bytes: a third of a microsecond, not four
+    def path(index: int) -> bytes:  # FileSource.path as bytes: in a third of a microsecond, not four
         return root + source.names.coded(index)
 
     return lambda workspace, indices: workspace.open([path(index) for index in indices.tolist()])
@@ -223,7 +223,7 @@ def _shard_opener(source: ShardSource) -> Opener:
 def resized(
     image: Image.Image, box: Box, preprocessing: Preprocessing, *, flip: bool
 ) -> PixelArray:  # image size x image size x 3
-    """The box of an RGB image at the model's size, by one of Pillow's antialiased filters, or without antialiasing."""
+    """Resize a box of an RGB image to the model's size, by a Pillow filter, or without antialiasing."""
     size = preprocessing.image_size
     if not preprocessing.antialias:
         return resized_aliased(np.asarray(image), box, size=size, flip=flip)
@@ -234,7 +234,7 @@ def resized(
 def resized_aliased(
     pixels: PixelArray, box: tuple[float, float, float, float], *, size: int, flip: bool
 ) -> PixelArray:  # H x W x 3 -> size x size x 3
-    """The box at size x size, bilinear between the four nearest pixels, as TensorFlow 1's resize_images did.
+    """Resize a box to size x size, bilinear between the four nearest pixels, as in TensorFlow 1's resize_images.
 
     Output i starts at i times the pixels per output, however far apart the outputs are.
     """
@@ -247,7 +247,7 @@ def resized_aliased(
 
 
 def _neighbours(span: Span, pixels: int, *, size: int, flip: bool) -> tuple[IntArray, IntArray, FloatArray]:
-    """The two pixels of each output, within the box, and the weight of the second.
+    """The two pixels in the box for each output, and the weight of the second.
 
     TensorFlow's programs mirrored an image before resizing it: an output then starts at the other end of its pixels.
     """
@@ -266,7 +266,7 @@ def _between(first: npt.NDArray[Any], second: npt.NDArray[Any], weight: FloatArr
 def shifted(  # N x H x W x 3; N x 2: down, right
     images: ValueArray, shifts: IntArray, *, reflects: bool = False
 ) -> ValueArray:
-    """Each image moved by its shift; zeros move in, or what is reflected at its border."""
+    """Move each image by its shift; zeros move in, or its own reflection at the border."""
     height, width = images.shape[1:3]
     if reflects and len(images):
         reach = int(np.abs(shifts).max())

@@ -1,8 +1,8 @@
-"""All images of a small dataset on the device, as bytes: batches are picked, shifted and mirrored there.
+"""Keeps all images of a small dataset on the device, as bytes: batches are picked, shifted and mirrored there.
 
 What happens to an image is drawn on the host, as for images that are read there, so a batch has the same pixels. The
-draws take the host 0.06 ms for 2,000 images, while the device computes; the same hash on the device would be about
-thirty launches in each update.
+draws take the host 0.06 ms for 2,000 images, while the device computes; the same hash on the device would take about
+thirty launches per update.
 """
 
 import threading
@@ -30,15 +30,15 @@ def require_size(source: ArraySource, preprocessing: Preprocessing) -> None:
 
 
 class ResidentRows:
-    """Reads images from the device's memory into a batch there; reading them cannot fail.
+    """Reads images from the device's memory into a batch there; this cannot fail.
 
-    The loader's threads call it. Each has its own stream on CUDA, and waits for it: then the pixels are complete.
+    The loader's threads call it. On CUDA, each has its own stream and waits for it: then the pixels are complete.
     """
 
     dtype = torch.uint8
 
     def __init__(self, device: torch.device, *, source: ArraySource, crops: Crops, rows: int) -> None:
-        """`rows`: of a batch, which is picked at once."""
+        """`rows`: images in a batch, which is picked at once."""
         self.size, self.rows = crops.size, rows
         require_size(source, crops.preprocessing)
         self._crops, self._device, self._thread = crops, device, threading.local()
@@ -67,7 +67,7 @@ class ResidentRows:
         if self._device.type != "cuda":
             return nullcontext()
         if not hasattr(self._thread, "stream"):
-            # Of high priority: kernels of equal streams wait until a captured update has ended.
+            # High priority: kernels in equal streams wait until a captured update has ended.
             self._thread.stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._thread.stream)
 
@@ -79,7 +79,7 @@ class ResidentRows:
 
 
 def picked(images: Tensor, moves: Tensor, *, reflects: bool) -> Tensor:  # N x S x S x 3; M x 4 -> M x S x S x 3
-    """The images of some numbers, each moved down and right, then mirrored; `moves` has the four, in this order."""
+    """Images by number, each moved down and right, then mirrored; `moves` has these four, in this order."""
     side = images.shape[1]
     at = torch.arange(side, device=images.device)
     numbers, down, right, mirrored = (column[:, None] for column in moves.T)  # M x 1 each
@@ -94,7 +94,7 @@ def picked(images: Tensor, moves: Tensor, *, reflects: bool) -> Tensor:  # N x S
 
 
 def _reflected(places: Tensor, side: int) -> Tensor:
-    """At the first and the last pixel, which are not repeated."""
+    """Reflect places at the first and the last pixel, which are not repeated."""
     places = places.abs()
     return torch.where(places < side, places, 2 * (side - 1) - places)
 

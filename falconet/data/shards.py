@@ -1,4 +1,4 @@
-"""Shards, files of many images: kept open, read ahead, and checked by CRC-32C."""
+"""Shards, which are files with many images: kept open, read ahead, and checked by CRC-32C."""
 
 import contextlib
 import os
@@ -20,12 +20,12 @@ from falconet.parallel.host import available
 Words = npt.NDArray[np.uint32]
 
 POLYNOMIAL = np.uint32(0x82F63B78)  # Castagnoli's, bit-reversed
-MASK_DELTA = 0xA282EAD8  # TFRecords mask checksums, because they may be within checksummed bytes
+MASK_DELTA = 0xA282EAD8  # TFRecords mask checksums, because these may be part of checksummed bytes
 STRETCH = 128  # bytes; numpy processes all stretches at once
 
 
 def crc32c(data: bytes) -> int:
-    """By the native library if there is one: 110 kB take 12 us, or about 1 ms in numpy."""
+    """The CRC-32C of bytes; 110 kB take 12 us in the native library, about 1 ms in numpy."""
     library = native.library()
     return crc32c_numpy(data) if library is None else library.crc32c(data)
 
@@ -37,10 +37,11 @@ def unmasked(stored: int) -> int:
 
 
 def crc32c_numpy(data: bytes) -> int:
-    """Equal stretches in parallel, then neighbours joined: moving a checksum over n zero bytes is linear in its bits.
+    """The CRC-32C by numpy: of equal stretches in parallel, then neighbours are joined.
 
-    Leading zero bytes change nothing while the register is 0, so the data is padded at the front to 2**k stretches; the
-    register's initial ones are xored into the first four bytes instead.
+    Moving a checksum over n zero bytes is linear in its bits. Leading zero bytes change nothing while the register is
+    0, so the data is padded at the front to 2**k stretches; the register's initial ones are xored into the first four
+    bytes instead.
     """
     if len(data) < 4:
         return _plain(data)
@@ -67,7 +68,7 @@ def _plain(data: bytes) -> int:
 
 @cache
 def _table() -> Words:
-    """The register after one byte."""
+    """The register after each possible byte."""
     words: Words = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         words = (words >> np.uint32(1)) ^ np.where(words & np.uint32(1), POLYNOMIAL, np.uint32(0))
@@ -75,7 +76,7 @@ def _table() -> Words:
 
 
 def _moved(words: Words, zeros: int) -> Words:
-    """The registers after `zeros` zero bytes, a power of two."""
+    """Registers after `zeros` zero bytes, a power of two."""
     tables = _operator(zeros)
     moved: Words = tables[0][words & 0xFF]
     for place in (1, 2, 3):
@@ -93,13 +94,13 @@ def _operator(zeros: int) -> Words:  # 4 x 256: what each byte at each position 
 
 
 class Shards:
-    """Files by number. Each stays open once it was read, up to the process's limit of open files."""
+    """Files by number. Each stays open once it has been read, within the process's limit on open files."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = tuple(paths)
         self._open: dict[int, int] = {}  # shard -> file descriptor
         self._lock = threading.Lock()
-        # Half of the limit: the rest of the process needs files as well. Beyond it, a file is opened for each read.
+        # Half of the limit: the rest of the process needs files too. Beyond it, a file is opened for each read.
         self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._closer = weakref.finalize(self, _close, self._open)
 
@@ -108,7 +109,7 @@ class Shards:
 
     @contextlib.contextmanager
     def files(self, shards: Sequence[int]) -> Iterator[list[int]]:
-        """A descriptor for each shard; DataError if one cannot be opened."""
+        """Descriptors of the shards; DataError if one cannot be opened."""
         passing: dict[int, int] = {}
         try:
             yield [self._file(shard, passing) for shard in shards]
@@ -127,7 +128,7 @@ class Shards:
             return self._open[shard]
 
     def read(self, shard: int, *, begin: int, size: int) -> bytes:
-        """`size` bytes from `begin` on, fewer where the file ends."""
+        """Read `size` bytes from `begin` on, fewer if the file ends."""
         with self.files([shard]) as (file,):
             return pread(file, begin, size)
 
@@ -140,7 +141,7 @@ def open_shard(path: Path) -> int:
 
 
 def pread(file: int, begin: int, size: int) -> bytes:
-    """os.pread, but complete: Linux returns at most 2 GiB, and network disks less."""
+    """Like os.pread, but complete: Linux returns at most 2 GiB, and network disks return less."""
     parts = []
     while size > 0:
         part = os.pread(file, size, begin)
@@ -156,17 +157,17 @@ def _close(files: dict[int, int]) -> None:
         os.close(files.popitem()[1])
 
 
-STRIDE = 32 << 20  # bytes requested with each part that is read: many times the size of the part
+STRIDE = 32 << 20  # bytes requested with each part that is read: many times its size
 REQUEST = 128 << 10  # bytes; by default Linux reads only this much of a longer request
 SHARE = 0.5  # of the free memory
 
 
 class Readahead:
-    """Shards read ahead in order: disks and networks do that at full speed, and read single photos at a tenth of it.
+    """Reads shards ahead in order, which disks and networks do at full speed; single photos are a tenth as fast.
 
     The order of images does not change. If all shards fit into free memory, each call of `advance` requests the next
-    stretch from the system until all were requested once; nothing waits, and no thread is needed. If they do not fit,
-    nothing is requested, and images are read one by one.
+    stretch from the system, until all have been requested once; nothing waits, and no thread is needed. If they do not
+    fit, nothing is requested, and images are read one by one.
     """
 
     def __init__(self, shards: Shards, *, memory: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Where images are stored: in memory, in files, or in shards; with their labels, names and annotated objects."""
+"""Sources of images in memory, in files or in shards, with labels, names and annotated objects."""
 
 import io
 import os
@@ -20,14 +20,14 @@ BoxArray = npt.NDArray[np.float32]  # M x 4: x0, y0, x1, y1 as shares of the ima
 
 @dataclass(frozen=True, eq=False)
 class Objects:
-    """Annotated objects of N images; those of image i are boxes[first[i] : first[i + 1]], possibly none."""
+    """Annotated objects of N images: those in image i, possibly none, are boxes[first[i] : first[i + 1]]."""
 
     boxes: BoxArray
     first: IntArray  # N + 1
 
     @classmethod
     def of(cls, boxes: Sequence[BoxArray]) -> "Objects":
-        """From a list of boxes for each image."""
+        """Make it from the boxes in each image."""
         first = np.zeros(len(boxes) + 1, dtype=np.int64)
         np.cumsum([len(own) for own in boxes], out=first[1:])
         joined = np.concatenate([np.zeros((0, 4), np.float32), *boxes])
@@ -44,19 +44,19 @@ class Objects:
 
     @property
     def annotated(self) -> int:
-        """How many images have an object."""
+        """The number of images that have an object."""
         return int(np.count_nonzero(np.diff(self.first)))
 
 
 def proper(boxes: npt.NDArray[np.floating]) -> BoxArray:
-    """Clip the boxes to the image and drop those without an area; annotations contain both mistakes."""
+    """Clip boxes to the image and drop those without an area: annotations have both mistakes."""
     clipped = np.clip(np.asarray(boxes, np.float32).reshape(-1, 4), 0.0, 1.0)
-    kept = (clipped[:, 0] < clipped[:, 2]) & (clipped[:, 1] < clipped[:, 3])  # false for nan too
+    kept = (clipped[:, 0] < clipped[:, 2]) & (clipped[:, 1] < clipped[:, 3])  # also false for nan
     return clipped[kept]
 
 
 def match(names: Sequence[str], table: Mapping[str, BoxArray]) -> Objects:
-    """Look boxes up by file name without its extension: `class/name` first, then the bare name."""
+    """Look up boxes by file name without its extension: `class/name` first, then the bare name."""
     none = np.zeros((0, 4), np.float32)
     found = []
     for name in names:
@@ -102,10 +102,10 @@ class ArraySource:
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Many names in one block of bytes: a name of 20 bytes takes about 28, not 80."""
+    """Many names in one block of bytes: a name of 20 bytes takes about 28 bytes, not 80."""
 
     block: bytes  # end to end
-    offsets: IntArray  # N + 1, where each name starts
+    offsets: IntArray  # N + 1: where each name starts
 
     @classmethod
     def of(cls, names: Sequence[str]) -> "Names":
@@ -142,7 +142,7 @@ class FileSource:
     def of(
         cls, root: Path, *, names: Sequence[str], labels: Sequence[int], class_names: tuple[str, ...]
     ) -> "FileSource":
-        """Files under root/<class name>/; `names` are relative to the class folder."""
+        """Make it of files under root/<class name>/; `names` are relative to the class folder."""
         paths = [f"{class_names[label]}/{name}" for name, label in zip(names, labels, strict=True)]
         return cls(root, Names.of(paths), np.asarray(labels, dtype=np.int64), class_names)
 
@@ -154,7 +154,7 @@ class FileSource:
         return replace(self, names=self.names.subset(chosen), labels=self.labels[chosen], objects=objects)
 
     def renumbered(self, class_names: tuple[str, ...]) -> "FileSource":
-        """With the class numbers of a list that has all of this source's classes."""
+        """The same files with the class numbers of a list that has all of this source's classes."""
         numbers = np.array([class_names.index(name) for name in self.class_names], np.int64)
         return replace(self, labels=numbers[self.labels], class_names=class_names)
 
@@ -162,7 +162,7 @@ class FileSource:
         return self.root / self.name(index)
 
     def name(self, index: int) -> str:
-        """Relative to the root."""
+        """An image's path, relative to the root."""
         return self.names[index]
 
     def where(self, index: int) -> str:
@@ -170,7 +170,7 @@ class FileSource:
         return str(self.path(index))
 
     def opened(self, index: int) -> Path | BinaryIO:
-        """What Pillow can open."""
+        """The image as Pillow can open it."""
         return self.path(index)
 
     def encoded(self, index: int) -> bytes:
@@ -179,7 +179,7 @@ class FileSource:
 
 
 class Ranges(NamedTuple):
-    """Images within open files."""
+    """Images in open files."""
 
     files: Sequence[int]  # N descriptors
     places: IntArray  # N x (begin, size, skip, length): read `size` bytes; the image is `length` of them from `skip`
@@ -188,7 +188,7 @@ class Ranges(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where in the shards the images are."""
+    """Where images are in their shards."""
 
     shards: npt.NDArray[np.int32]  # N, shard numbers
     begins: IntArray  # N, first byte to read
@@ -212,13 +212,13 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class ShardSource:
-    """Images within larger files: TFRecords, tar archives, packed shards."""
+    """Images in larger files: TFRecords, tar archives, packed shards."""
 
     shards: Shards
     places: Places
     labels: IntArray  # N
     class_names: tuple[str, ...]
-    names: Names | None = None  # as in the archive, if it has names
+    names: Names | None = None  # from the archive, if it has names
     objects: Objects | None = None
     ahead: Readahead | None = None  # advanced with every read
 
@@ -287,11 +287,11 @@ class Splits:
     mean: Channels
     std: Channels
     layout: str = ""  # how photos are stored: "class folders", "TFRecords", ...
-    held_out: float | None = None  # the share of photos that validates, chosen by name; None: the data is divided
-    label_sets: BoolArray | None = None  # sets x classes: a label is the number of a set of classes, not of a class
+    held_out: float | None = None  # share of photos that validates, chosen by name; None: the data came divided
+    label_sets: BoolArray | None = None  # sets x classes; a label is then the number of a set
     notes: tuple[str, ...] = ()  # what the user should know about the data
-    centred: bool | None = None  # whether evaluation crops the centre of an image; None: of photos only
-    crop_ratio: float = 7 / 8  # of the short side, that such a crop keeps
+    centred: bool | None = None  # whether evaluation crops the centre of an image; None: only of photos
+    crop_ratio: float = 7 / 8  # the part of the short side that such a crop keeps
 
     @property
     def class_names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What lies in a folder of photos and is not one: hidden files, other formats, links and pipes."""
+"""Everything in a folder of photos that is not one: hidden files, other formats, links and pipes."""
 
 import os
 import stat
@@ -12,7 +12,7 @@ from falconet.data.index import FOLDER
 from falconet.data.sources import folder
 from falconet.report.console import counted
 
-MOST_NAMED = 5  # of each kind
+MOST_NAMED = 5  # per kind
 
 
 @dataclass
@@ -20,11 +20,11 @@ class Unlisted:
     """What training passes over."""
 
     hidden: int = 0  # files and folders whose names start with a dot, and what systems leave behind
-    endings: Counter[str] = field(default_factory=Counter)  # of files that are not photos by their names
+    endings: Counter[str] = field(default_factory=Counter)  # of files whose names are not those of photos
     odd: list[str] = field(default_factory=list)  # pipes, devices, links to folders, folders that cannot be listed
 
     def lines(self) -> list[str]:
-        """In words, one line of each kind."""
+        """One line for each kind."""
         lines = []
         if self.hidden:
             lines.append(f"{counted(self.hidden, 'hidden name')} passed over")
@@ -42,7 +42,7 @@ def _most(endings: Counter[str]) -> list[tuple[str, int]]:
 
 
 def unlisted(root: Path, *, classes_in: Collection[Path] = ()) -> Unlisted:
-    """Look through a folder; links are not followed. `classes_in`: folders in which a link to a folder is a class."""
+    """Look through a folder without following links. `classes_in`: folders in which a link to a folder is a class."""
     found, photos = Unlisted(), folder.image_extensions()
     waiting = [str(root)]
     while waiting:
@@ -56,7 +56,7 @@ def unlisted(root: Path, *, classes_in: Collection[Path] = ()) -> Unlisted:
                         found.hidden += 1
                     elif entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-                    elif not _is_file(entry):
+                    elif not folder.is_file(entry):
                         _note(entry, found, may_be_linked=Path(place) in classes_in)
                     elif (ending := os.path.splitext(entry.name)[1].lower()) not in photos:  # noqa: PTH122
                         found.endings[ending] += 1
@@ -65,18 +65,11 @@ def unlisted(root: Path, *, classes_in: Collection[Path] = ()) -> Unlisted:
     return found
 
 
-def _is_file(entry: "os.DirEntry[str]") -> bool:
-    try:
-        return entry.is_file()
-    except OSError:  # a link to itself
-        return False
-
-
 def _note(entry: "os.DirEntry[str]", found: Unlisted, *, may_be_linked: bool) -> None:
     try:
-        mode = entry.stat().st_mode  # of a link's target
+        mode = entry.stat().st_mode  # the target's, for a link
     except OSError:
-        return  # a link that leads nowhere: if it is named like a photo, it is a missing one
+        return  # a broken link: if it is named like a photo, it is a missing one
     link = "a link to " if entry.is_symlink() else ""
     if not (may_be_linked and stat.S_ISDIR(mode)):
         found.odd.append(f"{entry.path}: passed over, {link}{kind(mode)}")

@@ -1,1 +1,1 @@
-"""What a machine has, what limits a training on it, and whether its processes work together."""
+"""Checks of a machine: what it has, what limits training on it, and whether its processes work together."""

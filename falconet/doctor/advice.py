@@ -1,4 +1,4 @@
-"""What limits a training and what would make it faster, in words."""
+"""Lines that say what limits a training run and what would make it faster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MOST = 2  # changes
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A finding beside what the machine has."""
+    """A finding and the facts about the machine that lead to advice."""
 
     found: Finding
     free: int  # bytes of the host's memory
@@ -28,7 +28,7 @@ class Advice:
 
     @property
     def limit(self) -> str:
-        """The part that decides after the first epoch."""
+        """The part that limits the speed after the first epoch."""
         return self.found.parts.limit(from_disk=not self.is_cached)
 
     @property
@@ -52,7 +52,7 @@ class Advice:
         yield from (f"change: {each}" for each in self.changes())
 
     def _loading(self) -> Iterator[str]:
-        """Beside reading and decoding, what both take together."""
+        """A line about reading and decoding together."""
         parts = self.found.parts
         rate = parts.loading(from_disk=not self.is_cached)
         if rate is not None and parts.kept is not None and parts.decode is not None:
@@ -91,7 +91,9 @@ class Advice:
 
     def _undecoded(self) -> str:
         is_stored = self.found.parts.kept is None
-        return "the images are stored decoded" if is_stored else "cannot be told from reading, which takes much longer"
+        return (
+            "the images are stored decoded" if is_stored else "cannot be separated from reading, which is much slower"
+        )
 
     def _overlap(self, together: float) -> str:
         parts = self.found.parts
@@ -100,7 +102,7 @@ class Advice:
         if not self.is_cached and parts.limit(from_disk=True) == READ:
             return "the files do not fit into memory, and are read from the disk in every epoch"
         if together < 0.9 * min(parts.overlapping(from_disk=not self.is_cached).values()):
-            return "loading and computing take the cores from each other" if self._on_cpu else "they hinder each other"
+            return "loading and computing compete for the cores" if self._on_cpu else "they slow each other down"
         return "loading overlaps with computing"
 
     @property
@@ -108,7 +110,7 @@ class Advice:
         return self.found.device.type == "cpu"
 
     def changes(self) -> list[str]:
-        """What would help, the most likely first, each with its reason."""
+        """Suggested changes with reasons, the most promising first."""
         by = {
             READ: self._of_reading,
             DECODE: self._of_decoding,

@@ -1,4 +1,4 @@
-"""The speed of a training and of its parts: reading, decoding, copying and computing alone, and all together."""
+"""The speed of a training run and its parts: reading, decoding, copying and computing, alone and together."""
 
 import contextlib
 import time
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from falconet.config import commands
-from falconet.config.load import Loaded
+from falconet.config.load import LoadedTraining
 from falconet.data import measure, mixing
 from falconet.data.buffers import Batch
 from falconet.data.input import Input
@@ -20,11 +20,11 @@ from falconet.data.mixing import Mix
 from falconet.data.storage import ArraySource, FileSource, Source
 from falconet.errors import SHORTAGES, memory_shortage
 from falconet.numerics.precision import REGIMES, automatic
-from falconet.train import memory, processes
+from falconet.train import fitting, preparation
 from falconet.train.build import BuiltPhase, Site, open_site, with_images
 from falconet.train.capture import WARM
-from falconet.train.placement import TrainingLoader
-from falconet.train.processes import Launch
+from falconet.train.preparation import Launch
+from falconet.train.setup import TrainingLoader
 
 READ, DECODE, LOAD, AUGMENT, COPY, COMPUTE = "read", "decode", "load", "augment", "copy", "compute"
 READING, LOADING, COMPUTING, TRAINING = 1.0, 2.0, 3.0, 3.0  # seconds for each measurement
@@ -33,13 +33,13 @@ SLOW = 1.0  # seconds: a micro-batch that takes longer is measured by a smaller 
 FIRST = 8  # images of the first, small micro-batch on a CPU
 MOST_ACCUMULATED = 4  # micro-batches of an update
 AT_ONCE = 8  # updates that are launched before the device is waited for
-LEAST = 0.1  # of the time of loading: less than that is not told from noise
+LEAST = 0.1  # of the time of loading: smaller shares are noise
 SAMPLED = 200  # files whose size is looked up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
-    """Images per second of updates as the loop makes them."""
+    """The speed of updates as the training loop makes them, in images per second."""
 
     computed: float  # with random images that are on the device
     trained: float | None  # with those of the loader, which works at the same time; None: there is none
@@ -49,33 +49,33 @@ class Updates:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Images per second of each part alone; None: there is no such part."""
+    """Images per second of each part alone; None: the part does not exist."""
 
     read: float | None  # from the disk
     kept: float | None  # read again, when the system has the files in memory
-    decode: float | None  # also None if reading takes so long that it cannot be told apart
+    decode: float | None  # also None if reading is so slow that it cannot be separated
     augment: float | None  # images in memory, which are cropped, mirrored and put into batches; of files, in `decode`
     copy: float | None
     load: float | None  # by the whole input pipeline, from files in memory
     updates: Updates
 
     def alone(self) -> dict[str, float | None]:
-        """By name, in the order in which an image passes them."""
+        """The rate of each part by name, in the order in which an image passes them."""
         augment = {} if self.augment is None else {AUGMENT: self.augment}
         return {READ: self.read, DECODE: self.decode, **augment, COPY: self.copy, COMPUTE: self.updates.computed}
 
     def together(self, *, from_disk: bool) -> float:
-        """The images per second of all of them at once; measured apart, they would come out faster than the slowest."""
+        """Images per second of all parts at once, never more than the slowest part."""
         bounds = self.overlapping(from_disk=from_disk).values()
         return min(self.updates.trained or self.updates.computed, *bounds)
 
     def overlapping(self, *, from_disk: bool) -> dict[str, float]:
-        """Of what happens at the same time: loading, copying and computing."""
+        """The rates of the parts that run at the same time: loading, copying and computing."""
         rates = {LOAD: self.loading(from_disk=from_disk), COPY: self.copy, COMPUTE: self.updates.computed}
         return {name: rate for name, rate in rates.items() if rate is not None}
 
     def loading(self, *, from_disk: bool) -> float | None:
-        """Of threads that read an image, and then decode it: slower than each of both; None: nothing is loaded."""
+        """The rate of threads that read an image and then decode it, slower than either; None: nothing is loaded."""
         if self.load is None:
             return None
         longer = 0.0  # seconds per image, of the disk
@@ -85,13 +85,13 @@ class Parts:
         return min(self.load, 1 / (1 / self.load + longer), *parts)
 
     def limit(self, *, from_disk: bool) -> str:
-        """The part to make faster: of those that overlap the slowest; if that is loading, what takes most of it."""
+        """The part to make faster: the slowest of those that overlap; for loading, the part that takes most of it."""
         overlapping, parts = self.overlapping(from_disk=from_disk), self._of_loading(from_disk=from_disk)
         slowest = min(overlapping, key=lambda name: overlapping[name])
         return min(parts, key=lambda name: parts[name]) if slowest == LOAD else slowest
 
     def share(self, part: str, *, from_disk: bool) -> float | None:
-        """Of the time of loading, if an image is both read and decoded and this is one of them."""
+        """The part's share of the time of loading; None unless it is reading or decoding and both happen."""
         parts, whole = self._of_loading(from_disk=from_disk), self.loading(from_disk=from_disk)
         return whole / parts[part] if whole is not None and part in parts and len(parts) > 1 else None
 
@@ -102,7 +102,7 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was measured of one configuration."""
+    """The measurements of one configuration."""
 
     parts: Parts
     options: commands.TrainOptions  # with automatic ones settled
@@ -114,12 +114,12 @@ class Finding:
     tried: dict[str, float]  # images per second of computing with other options, by option; if computing is the limit
 
 
-def find(loaded: Loaded[commands.TrainOptions], *, free: int) -> Finding:
-    """Measure a training in one process, on its device and data; about twelve seconds.
+def find(loaded: LoadedTraining, *, free: int) -> Finding:
+    """Measure a training run in one process, on its device and data, in about twelve seconds.
 
-    `free`: bytes in which the system can keep files after the first epoch.
+    `free`: the bytes in which the system can keep files after the first epoch.
     """
-    launch = processes.prepare(_alone(loaded))
+    launch = preparation.prepare(_alone(loaded))
     site = open_site(launch)
     with site.world:
         launch = with_images(launch)
@@ -142,7 +142,7 @@ def find(loaded: Loaded[commands.TrainOptions], *, free: int) -> Finding:
         )
 
 
-def _alone(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
+def _alone(loaded: LoadedTraining) -> LoadedTraining:
     """The options of one process that trains; no weights are downloaded, and photos are not checked one by one."""
     options = loaded.options
     weights = options.training.pretrained
@@ -191,13 +191,13 @@ def _parts(built: BuiltPhase, updates: Updates) -> Parts:
 
 
 def _rest(load: float, kept: float) -> float | None:
-    """Decoding alone: the time of loading without that of reading."""
+    """The rate of decoding alone: the time of loading minus that of reading."""
     seconds = 1 / load - 1 / kept
     return 1 / seconds if seconds > LEAST / load else None
 
 
 def _updates(launch: Launch, site: Site) -> Updates:
-    """Updates of the run's micro-batch; on a CPU of a smaller one, if the run's would take too long."""
+    """Measure updates with the run's micro-batch or, on a CPU, a smaller one if that would take too long."""
     asked = launch.loaded.options.data.micro_batch
     if site.world.device.type != "cpu" or asked <= FIRST:
         return _measured(launch, site, micro_batch=asked, seconds=COMPUTING, loads=True)
@@ -208,7 +208,7 @@ def _updates(launch: Launch, site: Site) -> Updates:
 
 
 def _tried(launch: Launch, site: Site, *, micro_batch: int) -> dict[str, float]:
-    """Images per second with what may compute faster on this device, by option."""
+    """Images per second with each option that may compute faster on this device."""
     options, device = launch.loaded.options, site.world.device
     best, found = automatic("cuda" if device.type == "cuda" else "cpu"), {}
     # A CPU that has bf16 instructions may still be slower with them.
@@ -228,21 +228,21 @@ def _tried(launch: Launch, site: Site, *, micro_batch: int) -> dict[str, float]:
 
 
 def _can_double(launch: Launch) -> bool:
-    """Whether there are images for updates twice as large; those that are made up are as many as an update takes."""
+    """Whether there are images for updates twice as large; generated images are as many as an update takes."""
     options, images = launch.loaded.options, launch.images
     return images is None or 2 * options.data.micro_batch * options.training.gradient_accumulation <= len(images.train)
 
 
 def _measured(launch: Launch, site: Site, *, micro_batch: int, seconds: float, loads: bool = False) -> Updates:
-    """Updates of this micro-batch, of at most a few of them; leaves nothing on the device."""
+    """Measure updates with this micro-batch, each of a few micro-batches at most; frees the device's memory."""
     loaded = launch.loaded
     accumulated = min(loaded.options.training.gradient_accumulation, MOST_ACCUMULATED)
-    options = memory.with_batch(loaded.options, micro_batch=micro_batch, total=micro_batch * accumulated)
+    options = fitting.with_batch(loaded.options, micro_batch=micro_batch, total=micro_batch * accumulated)
     try:
         built = BuiltPhase(replace(launch, loaded=replace(loaded, options=options)), site)
         return _timed(built, seconds, loads=loads and options.data.data != "synthetic")
     finally:
-        memory.release(site.world.device)
+        fitting.release(site.world.device)
 
 
 def _timed(built: BuiltPhase, seconds: float, *, loads: bool) -> Updates:
@@ -278,7 +278,7 @@ def _rate(
     warm: int,
     seconds: float,
 ) -> tuple[float, int]:
-    """Updates per second, at least one, and their number; `warm`: updates before."""
+    """Updates per second, and the number of updates, at least one; `warm`: updates before the clock starts."""
     for _ in range(warm):
         update(next(batches))
     _settle(device)
@@ -297,7 +297,7 @@ def _endless(loader: TrainingLoader) -> Iterator[Sequence[Batch]]:
 
 
 def _random_batch(built: BuiltPhase) -> Batch:
-    """Random pixels and labels on the device; the weights never learn them, because their rate is 0."""
+    """Random pixels and labels on the device; the weights do not learn them, because the rate is 0."""
     device, size, side = built.site.world.device, built.shape.micro_batch, built.images.training.image_size
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (size, side, side, 3), dtype=torch.uint8, generator=draw)
@@ -314,7 +314,7 @@ def _settle(device: torch.device) -> None:
 
 
 def _stored(source: Source) -> int | None:
-    """Bytes of the files, of many from a sample; None: the images are in memory."""
+    """The bytes of the files, estimated from a sample if there are many; None: the images are in memory."""
     if isinstance(source, ArraySource):
         return None
     if not isinstance(source, FileSource):

@@ -27,7 +27,7 @@ MEASURED = 1.0  # seconds for each decoder
 
 
 def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
-    """Images per second of each decoder, and which one to use, in words."""
+    """Lines with the images per second of each decoder, and the one to use."""
     with writing.scratch() as folder:
         rates = _rates(made_photos(Path(folder)), device, seconds)
     threads = counted(input.workers(Data()), "thread")
@@ -37,14 +37,14 @@ def findings(device: torch.device, *, seconds: float) -> Iterator[str]:
 
 
 def recommended(rates: dict[str, float]) -> str:
-    """`--decode-device` for these rates, by decoder."""
+    """The recommended `--decode-device` for these rates of the decoders."""
     host = max(rate for name, rate in rates.items() if not name.startswith("nvJPEG"))
     device = max((rate for name, rate in rates.items() if name.startswith("nvJPEG")), default=0.0)
     return "--decode-device cuda" if device > WORTH * host else "--decode-device cpu"
 
 
 def made_photos(root: Path) -> FileSource:
-    """Clouds and grain, with as many bits per pixel as ImageNet's photos (about 100 kB each)."""
+    """Generate photos of clouds and grain, with as many bits per pixel as ImageNet's (about 100 kB each)."""
     random = np.random.default_rng(0)
     (root / "made").mkdir()
     names = [f"{number:02}.jpg" for number in range(PHOTOS)]

@@ -1,4 +1,4 @@
-"""How fast a folder's disk reads: a file is made there, forgotten by the system, and read again."""
+"""The speed of a folder's disk: a file is written there, dropped from the system's cache, and read again."""
 
 import os
 import random
@@ -17,7 +17,7 @@ IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Of one thread."""
+    """The reading speed of one thread."""
 
     sequential: float  # bytes per second
     random: float  # reads of PIECE bytes per second
@@ -38,7 +38,7 @@ class DiskSpeed:
 
 
 def measure(folder: Path) -> DiskSpeed:
-    """At most four seconds; the file has no name and is gone afterwards. OSError: the folder cannot be written to."""
+    """Measure for at most four seconds, with a nameless file that disappears. OSError: the folder is not writable."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         handle, block = file.fileno(), random.Random(0).randbytes(BLOCK)
         begin, size = time.perf_counter(), 0
@@ -46,7 +46,7 @@ def measure(folder: Path) -> DiskSpeed:
             os.write(handle, block)
             size += BLOCK
         _forget(handle)
-        middle = size // BLOCK // 2 * BLOCK  # each half is read once: a host may keep what was read
+        middle = size // BLOCK // 2 * BLOCK  # each half is read once, because a host may cache it
         sequential = _rate(handle, range(0, max(middle, BLOCK), BLOCK), BLOCK) * BLOCK
         places = list(range(middle, size - PIECE + 1, PIECE))
         random.Random(1).shuffle(places)
@@ -54,7 +54,7 @@ def measure(folder: Path) -> DiskSpeed:
 
 
 def _forget(handle: int) -> None:
-    os.fsync(handle)  # only what is on the disk can be forgotten
+    os.fsync(handle)  # the system can forget only data that is on the disk
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -70,7 +70,7 @@ def _rate(handle: int, places: range | list[int], size: int) -> float:
 
 
 def _file_system(folder: Path) -> str:
-    """Its kind: that of the longest mount point above the folder."""
+    """The kind of file system, from the longest mount point above the folder."""
     path, found = folder.resolve(), {}
     try:
         lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""What this machine has: versions, processor, memory, devices, libraries and optional parts."""
+"""The facts about this machine: versions, processor, memory, devices, libraries and optional parts."""
 
 import importlib.metadata
 import platform
@@ -31,7 +31,7 @@ OPTIONAL = {  # by extra: packages that stand for it
     "telemetry": "opentelemetry-sdk",
 }
 INSTEAD = {"mlflow-skinny": "mlflow"}  # the whole package has another name
-# What matters of a processor: Linux's word, ours, and what it is for.
+# Processor features that matter: Linux's name, ours, and their use.
 FLAGS = {
     "avx2": "AVX2",
     "avx512f": "AVX-512",
@@ -62,7 +62,7 @@ def lines() -> Iterator[str]:
 
 
 def flags_line(flags: frozenset[str], precision: str) -> str:
-    """What the processor computes with, and what Falconet makes of it."""
+    """A line about the processor's instructions and what Falconet does with them."""
     known = [words for name, words in FLAGS.items() if name in flags]
     why = "it multiplies in bf16" if precision == "bf16.32" else "it has no bf16 instructions, and would emulate them"
     half = "" if {"avx512_fp16", "amx_fp16", "asimdhp"} & flags else "; 16.16 and 16.32 compute in fp32: no fp16 units"

@@ -1,4 +1,4 @@
-"""What processes do together, checked against what one does alone: for `falconet doctor --distributed`."""
+"""Checks that compare several processes with one, for `falconet doctor --distributed`."""
 
 import copy
 import tempfile
@@ -15,6 +15,8 @@ from falconet.config.options import Optimizer
 from falconet.data.buffers import Batch
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.errors import CheckpointError, DeviceError
+from falconet.evaluation.evaluate import evaluate
+from falconet.evaluation.loss import Loss
 from falconet.models import splits
 from falconet.models.fusion import fuse
 from falconet.numerics.precision import REGIMES
@@ -23,13 +25,11 @@ from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.collectives import Processes
 from falconet.parallel.data_parallel import Replicas, digest
 from falconet.parallel.grid import Grid, divide
-from falconet.parallel.pipeline import Kind, Place
+from falconet.parallel.pipeline import Kind, StagePlace
 from falconet.parallel.world import World
 from falconet.parallel.zero import ShardedReplicas
 from falconet.train.build import build_replicas, checkpoint_writer
 from falconet.train.capture import WARM, CapturedStep
-from falconet.train.evaluate import evaluate
-from falconet.train.loss import Loss
 from falconet.train.pipeline_step import Feeding, Forward, PipelinedStep, boundaries, evaluate_stages
 from falconet.train.placement import sharded_step
 from falconet.train.step import LocalStep, Moving, PlainMove
@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 
 def findings(world: World) -> Iterator[Finding]:
-    """Every check in turn; each process runs all of them, whatever it finds."""
+    """The results of all checks; each process runs every one, whatever it finds."""
     for name, check in CHECKS.items():
         world.at(name)
         start = time.perf_counter()
@@ -110,7 +110,7 @@ def _same_update(world: World, *, norm: nn.Module, span: int, sharded: bool) -> 
 
 
 def _captured(world: World) -> tuple[bool, str]:
-    """Compare updates that are replayed with those that are not; words: whether they could be captured."""
+    """Compare replayed updates with others; the words say whether they could be captured."""
     if world.device.type != "cuda":
         return True, "on CUDA only"
     plain, notes = _local_step(world), list[str]()
@@ -213,7 +213,7 @@ def _images(world: World, *, everyone: bool) -> Tensor:
 
 
 def _pipeline(kind: Kind) -> Check:
-    """Two updates and an evaluation with one schedule, a stage per process."""
+    """A check of two updates and an evaluation with one schedule, a stage per process."""
 
     def check(world: World) -> tuple[bool, str]:
         if world.size == 1:
@@ -238,7 +238,7 @@ def _compared(grid: Grid, kind: Kind) -> tuple[bool, str]:
     )
     edges = [[], *inner, [torch.empty(IMAGES, CLASSES, device="meta")]]
     assert isinstance(grid.stages, Processes)
-    place = Place(world=grid.stages, entering=edges[world.rank], leaving=edges[world.rank + 1])
+    place = StagePlace(world=grid.stages, entering=edges[world.rank], leaving=edges[world.rank + 1])
     own, alone = stages[world.rank].module.to(device), whole.to(device)
     batches = _micro_batches(world.size + 1, device)
 

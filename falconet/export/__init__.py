@@ -1,1 +1,1 @@
-"""Trained models in the formats of other programs, each checked against the model it came from."""
+"""Trained models in the formats of other programs, each checked against its original model."""

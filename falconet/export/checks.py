@@ -1,4 +1,4 @@
-"""An exported file against its model: the same scores on photos, and how long a batch takes."""
+"""Checks of an exported file against its model: the scores on photos, and the time of a batch."""
 
 import statistics
 import time
@@ -21,7 +21,7 @@ WARM_UP = 3  # batches
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """How far the scores of an exported file are from the model's."""
+    """The difference between the scores of an exported file and the model's."""
 
     images: int
     photos: str
@@ -66,11 +66,11 @@ def compare(graph: Graph, ours: Engine, exported: Engine, photos: Photos, *, tol
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """The answers of an int8 file beside those of its model."""
+    """The answers of an int8 file compared with those of its model."""
 
     images: int
     photos: str
-    answer: str  # what an answer is, in words
+    answer: str  # what counts as an answer, in words
     right: int | None  # images that the file answers right; None: the right answers are unknown
     right_in_fp32: int | None
     same: int  # images with the same answer
@@ -86,7 +86,7 @@ class Agreement:
 
     @property
     def passed(self) -> bool:
-        """One image is no evidence, however few there are."""
+        """Whether the file is good enough; a single lost image is no evidence, however few images there are."""
         return bool(np.isfinite(self.largest_difference)) and self.lost <= max(1, self.tolerance * self.images)
 
     def to_json(self) -> dict[str, object]:
@@ -106,7 +106,7 @@ class Agreement:
         )
 
     def advice(self) -> str:
-        """What to do about a file that is not good enough."""
+        """A line of advice for a file that is not good enough."""
         what = "changes more answers" if self.right is None else "loses more right answers"
         return (
             f"int8 {what} than the tolerance allows; try --calibration-images 512, --reduce-range if the processor"
@@ -120,7 +120,7 @@ class Agreement:
 def measure(
     graph: Graph, ours: Engine, exported: Engine, photos: Divided, *, tolerance: float | None, batch: int
 ) -> Agreement:
-    """Compute the photos that did not calibrate with both. `tolerance` None: the usual one."""
+    """Compute photos that were not used for calibration with both. `tolerance` None: the usual one."""
     read, expected, found = [], [], []
     for numbers, pixels in photos.measured.batches(batch):
         images = graph.feed(pixels)
@@ -152,19 +152,19 @@ def _answers(graph: Graph, logits: Values) -> Answers:
 
 
 def _equal(first: Answers, second: Answers) -> int:
-    """Images with the same answer."""
+    """The number of images with the same answer."""
     return int((first == second).all(axis=1).sum())
 
 
 def _batches(graph: Graph, pixels: Pixels, batch: int) -> Iterator[Values]:
-    """One image alone, then the others: a file that takes one batch size only would not pass."""
+    """Batches of one image, then of the others, so that a file for only one batch size fails."""
     yield graph.feed(pixels[:1])
     for start in range(1, len(pixels), batch):
         yield graph.feed(pixels[start : start + batch])
 
 
 def latency(engine: Engine, images: Values) -> float:
-    """Milliseconds from an input in host memory to scores in host memory, the median of several batches."""
+    """The milliseconds from an input in host memory to scores in host memory, the median of several batches."""
     for _ in range(WARM_UP):
         engine(images)
     times: list[float] = []

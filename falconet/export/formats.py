@@ -1,4 +1,4 @@
-"""The formats: how each writes its files, and how its own runtime computes with them."""
+"""The formats: functions that write each one's files, and engines that compute with them."""
 
 import json
 import tempfile
@@ -25,7 +25,7 @@ IN_INT8 = ["Conv", "Gemm", "MatMul", "Relu", "Clip", "Add", "MaxPool", "GlobalAv
 
 
 class Format(NamedTuple):
-    """What one format needs and does."""
+    """The requirements and functions of one format."""
 
     write: Callable[[Graph, Path, torch.device], None]  # into an empty folder
     open: Callable[[Graph, Path, torch.device], Engine]  # what was written there
@@ -41,7 +41,7 @@ def write_onnx(graph: Graph, folder: Path, _: torch.device) -> None:
 
 
 def save_onnx(graph: Graph, path: Path) -> None:
-    """ONNX from the traced graph; class names and preprocessing are in its metadata."""
+    """Write ONNX from the traced graph, with class names and preprocessing in its metadata."""
     with _one_line(graph, "ONNX"), warnings.catch_warnings(action="ignore"):
         program = torch.onnx.export(
             graph.traced(half=graph.half),
@@ -57,9 +57,9 @@ def save_onnx(graph: Graph, path: Path) -> None:
 
 
 def quantise(plain: Path, target: Path, batches: Iterator[Values], *, reduce_range: bool) -> None:
-    """Write the fp32 file `plain` as int8, for CPUs: weights signed with a scale per channel, activations unsigned.
+    """Convert the fp32 file `plain` to int8 for CPUs: signed weights with a scale per channel, unsigned activations.
 
-    The range of an activation is from its least to its largest value in the batches. `reduce_range`: 7-bit weights.
+    The range of an activation is from its smallest to its largest value in the batches. `reduce_range`: 7-bit weights.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_static
@@ -88,7 +88,9 @@ def quantise(plain: Path, target: Path, batches: Iterator[Values], *, reduce_ran
     model = onnx.load(target)
     used = {node.domain for node in model.graph.node}
     for stated in [each for each in model.opset_import if each.domain not in used]:
-        model.opset_import.remove(stated)  # ONNX Runtime names all that it knows, and other programs refuse those
+        model.opset_import.remove(
+            stated
+        )  # ONNX Runtime lists every domain that it knows, and other programs refuse those
     onnx.save(model, target)
 
 
@@ -114,7 +116,7 @@ def onnx_engine(path: Path, _: torch.device) -> Engine:
 
 
 def write_program(graph: Graph, folder: Path, _: torch.device) -> None:
-    """torch.export's archive; class names and preprocessing are extra files in it."""
+    """Write torch.export's archive, with class names and preprocessing as extra files in it."""
     with warnings.catch_warnings(action="ignore"):
         program = graph.traced(half=graph.half)
         torch.export.save(program, folder / TORCH, extra_files=dict[str, Any](facts(graph)))
@@ -126,7 +128,7 @@ def open_program(_: Graph, folder: Path, device: torch.device) -> Engine:
 
 
 def write_compiled(graph: Graph, folder: Path, device: torch.device) -> None:
-    """AOTInductor's package: machine code for this kind of device and processor."""
+    """Write AOTInductor's package: machine code for this kind of device and processor."""
     from torch._inductor import aoti_compile_and_package, cpp_builder, exc
     from torch.export.passes import move_to_device_pass
 
@@ -149,7 +151,7 @@ def open_compiled(_: Graph, folder: Path, device: torch.device) -> Engine:
 
 
 def torch_engine(compute: Callable[[Tensor], Tensor], device: torch.device) -> Engine:
-    """Anything that takes and gives torch's tensors."""
+    """An engine from a function that takes and returns torch tensors."""
 
     @torch.inference_mode()
     def computed(images: Values) -> Values:
@@ -160,7 +162,7 @@ def torch_engine(compute: Callable[[Tensor], Tensor], device: torch.device) -> E
 
 
 def write_openvino(graph: Graph, folder: Path, _: torch.device) -> None:
-    """OpenVINO's XML and its weights; with --half, only the weights are fp16, as its own tools do it."""
+    """Write OpenVINO's XML and its weights; with --half, only the weights are fp16, as in its own tools."""
     openvino = import_openvino()
     with _one_line(graph, "OpenVINO"), warnings.catch_warnings(action="ignore"):
         model = openvino.convert_model(graph.traced(half=False), input=[-1, *graph.input_shape])
@@ -172,7 +174,7 @@ def write_openvino(graph: Graph, folder: Path, _: torch.device) -> None:
 
 
 def open_openvino(_: Graph, folder: Path, __: torch.device) -> Engine:
-    """In fp32: where the processor has bf16, OpenVINO would otherwise compute in that."""
+    """An engine in fp32; on processors with bf16, OpenVINO would otherwise compute in bf16."""
     how = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     compiled = import_openvino().Core().compile_model(str(folder / OPENVINO), "CPU", how)
     return lambda images: compiled(images)[0]
@@ -205,7 +207,7 @@ FORMATS = {  # by the choices of --format
 
 
 def facts(graph: Graph) -> dict[str, str]:
-    """What a program needs beside the graph to use it, for formats that have room for it."""
+    """The facts that a program needs besides the graph, for formats that have room for them."""
     return {
         "class_names": json.dumps(graph.class_names),
         "preprocessing": json.dumps(graph.preprocessing.to_json()),
@@ -216,7 +218,7 @@ def facts(graph: Graph) -> dict[str, str]:
 
 @contextmanager
 def _one_line(graph: Graph, library: str) -> Iterator[None]:
-    """Report that another library cannot convert the model as one line."""
+    """Report in one line that another library cannot convert the model."""
     try:
         yield
     except RuntimeError as error:

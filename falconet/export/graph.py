@@ -1,4 +1,4 @@
-"""What is exported: the model as one function, from a named input to fp32 logits."""
+"""The exported function: from a named input to fp32 logits."""
 
 import copy
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from falconet.infer.prediction import Activation
 
 INPUT, OUTPUT = "images", "logits"
 Pixels = npt.NDArray[np.uint8]  # N x S x S x 3
-Values = npt.NDArray[Any]  # what the graph takes, or its logits
+Values = npt.NDArray[Any]  # the input of the graph, or its logits
 TRACED_BATCH = 2  # with 1, torch.export would take the batch for a constant
 
 
 class FromPixels(nn.Module):
-    """Normalise RGB pixels as an image library has them."""
+    """Normalise RGB pixels in the layout of an image library."""
 
     def __init__(self, preprocessing: Preprocessing) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class InHalf(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A model to export, on the CPU, with what its users need to know."""
+    """A model to export, on the CPU, with the facts that its users need."""
 
     name: str
     options: Model  # what the model was built from
@@ -58,14 +58,14 @@ class Graph:
     half: bool = False  # whether it computes in fp16
 
     def module(self, *, half: bool = False) -> nn.Module:
-        """From the input to the logits; in fp32, it is what the exported file is compared with."""
+        """The function from input to logits; in fp32, the exported file is compared with it."""
         model = InHalf(self.model) if half else self.model
         parts = (FromPixels(self.preprocessing), model) if self.takes_pixels else (model,)
         return nn.Sequential(*parts).eval().requires_grad_(False)
 
     @torch.no_grad()
     def feed(self, pixels: Pixels) -> Values:
-        """The input that these photos, resized and cropped, stand for."""
+        """The model's input for these resized and cropped photos."""
         if self.takes_pixels:
             return pixels
         values: Tensor = FromPixels(self.preprocessing)(torch.from_numpy(pixels))
@@ -73,7 +73,7 @@ class Graph:
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """Of one image."""
+        """The shape of one image's input."""
         side = self.preprocessing.image_size
         return (side, side, 3) if self.takes_pixels else (3, side, side)
 
@@ -82,7 +82,7 @@ class Graph:
         return "uint8" if self.takes_pixels else "float32"
 
     def describe_input(self) -> str:
-        """Exactly what the graph takes, in one line."""
+        """A line with the exact input of the graph."""
         about = self.preprocessing
         shape = ", ".join(map(str, self.input_shape))
         photo = f"RGB photos, short side resized to {about.resize}, centre crop of {about.image_size}"
@@ -112,10 +112,10 @@ class Graph:
 
 
 def dynamic_batch() -> tuple[dict[int, Any]]:
-    """The first dimension of the input may have any size."""
+    """A specification that leaves the size of the input's first dimension free."""
     return ({0: torch.export.Dim("batch", min=1)},)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error that says anything."""
+    """The first line with any words in another library's error."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""The images of an export's checks: to compare scores on, to calibrate with, to measure on."""
+"""The images for an export's checks: for comparing scores, for calibration, for measuring accuracy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ from falconet.data.readers import reader_for
 from falconet.data.sources.folder import Listing, image_names
 from falconet.data.storage import FileSource, Source
 from falconet.errors import CheckpointError, ConfigError, DataError
+from falconet.evaluation.saved_model import of_imagenet
 from falconet.export.graph import Graph, Pixels
 from falconet.report.console import Say, counted
-from falconet.train.saved_model import of_imagenet
 
 COMPARED = 32  # for the scores of a file that should equal the model's
 MEASURED = 2000  # for an accuracy: its standard error is 1 point at most
@@ -30,7 +30,7 @@ Answers = npt.NDArray[np.int64]  # N x 1, the best class; or N x classes, whethe
 
 @dataclass(frozen=True)
 class Photos:
-    """Pixels as the model sees them before normalisation, and what they are, in words."""
+    """Pixels as the model sees them before normalisation, and a description of them."""
 
     pixels: Pixels
     what: str
@@ -38,7 +38,7 @@ class Photos:
 
 @dataclass(frozen=True)
 class Sample:
-    """Some images of a source, read as validation reads them; those that cannot be read are left out."""
+    """Some images of a source, read as in validation; those that cannot be read are left out."""
 
     source: Source
     chosen: IntArray
@@ -49,7 +49,7 @@ class Sample:
         return len(self.chosen)
 
     def batches(self, size: int) -> Iterator[tuple[IntArray, Pixels]]:
-        """Their numbers in the source, and their pixels."""
+        """Batches of image numbers in the source and of pixels."""
         side = self.preprocessing.image_size
         reader = reader_for(
             self.source, crops=Crops(preprocessing=self.preprocessing), bad=BadImages(None, note=self.note)
@@ -64,7 +64,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Divided:
-    """Images to calibrate with, and others to measure on."""
+    """Images for calibration, and others for measuring."""
 
     calibration: Sample
     measured: Sample
@@ -101,18 +101,18 @@ def noise(graph: Graph) -> Photos:
 
 
 def divided_run(data: Data, graph: Graph, note: Say, *, seed: int, calibration: int) -> Divided:
-    """A run's training images calibrate, its validation images measure."""
+    """A run's training images for calibration, its validation images for measuring."""
     if data.data in MADE_UP:
-        raise DataError(f"the run's images are {data.data}, and show nothing")
+        raise DataError(f"the run's images are {data.data}, so they show no accuracy")
     images = _of_run(data, graph, seed=seed)
     what = ("training image", "validation image")
     return _divided(images, graph, note, seed=seed, calibration=calibration, what=what)
 
 
 def divided_folder(folder: Path, graph: Graph, note: Say, *, share: float, calibration: int) -> Divided:
-    """A folder as for training: its training part calibrates, the other part measures.
+    """A folder divided as for training: its training part for calibration, the other part for measuring.
 
-    `share`: of each class to measure on, if the folder is not split. Photos without classes are halved at random.
+    `share`: of each class for measuring, if the folder is not split. Photos without classes are halved at random.
     """
     whats = (f"photo of {folder}",) * 2
     try:
@@ -163,15 +163,21 @@ def _right(images: Dataset, graph: Graph, note: Say) -> Answers | None:
 
 
 def _of_run(data: Data, graph: Graph, *, seed: int) -> Dataset:
-    require_local(data)  # what only a checkpoint names is never downloaded
+    require_local(data)  # data that only a checkpoint names is never downloaded
     if data.exclude_list is not None and not data.exclude_list.exists():  # checking an export needs no exact data
         data = replace(data, exclude_list=None)
     return open_dataset(data, model=graph.options.model, global_batch=data.micro_batch, seed=seed)
 
 
 def _listed(folder: Path) -> FileSource:
-    """All photos in a folder and below, without classes."""
-    names = list(image_names(str(folder), "", Listing(), linked=True))
+    """All photos in a folder and below, without classes; none is left out because its folder may not be read."""
+    listing = Listing()
+    try:
+        names = list(image_names(str(folder), "", listing, linked=True))
+        if listing.refused:
+            raise listing.refused[0]
+    except OSError as error:
+        raise DataError(f"{error.filename or folder}: cannot be read ({error.strerror or error})") from None
     return FileSource.of(folder, names=names, labels=[0] * len(names), class_names=(".",))
 
 
@@ -180,7 +186,7 @@ def _none(folder: Path) -> DataError:
 
 
 def _spread(numbers: IntArray, most: int) -> IntArray:
-    """At most so many of them, evenly spread."""
+    """At most `most` of the numbers, evenly spread."""
     return numbers[np.unique(np.linspace(0, len(numbers) - 1, most).astype(np.int64))]
 
 
@@ -197,6 +203,6 @@ def _read(source: Source, preprocessing: Preprocessing, *, what: str, note: Say)
 
 
 def counted_photos(count: int, what: str) -> str:
-    """So many of them: "3 photos of folder"."""
+    """A count of photos in words: "3 photos of folder"."""
     noun, *rest = what.split(" of ", 1)
     return " of ".join([counted(count, noun), *rest])

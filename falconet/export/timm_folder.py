@@ -37,7 +37,7 @@ FREE = (
 
 
 def write(graph: Graph, folder: Path) -> None:
-    """config.json and model.safetensors, by timm's own function."""
+    """Write config.json and model.safetensors with timm's own function."""
     import timm
     from timm.models import save_for_hf
 
@@ -54,7 +54,7 @@ def write(graph: Graph, folder: Path) -> None:
 
 
 def create_model(folder: Path) -> nn.Module:
-    """The model as its users open it."""
+    """Open the model in the way that its users do."""
     import timm
 
     model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
@@ -83,7 +83,7 @@ def architecture(options: Model) -> tuple[str, dict[str, Any]]:
 
 
 def _configuration(preprocessing: Preprocessing) -> dict[str, Any]:
-    """timm's words for the preprocessing."""
+    """The preprocessing in timm's terms."""
     if preprocessing.standardised:
         raise ConfigError("timm cannot standardise each image by itself, as this model needs; expected onnx or pt2")
     side = preprocessing.image_size

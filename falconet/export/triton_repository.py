@@ -1,11 +1,12 @@
 """A model repository for NVIDIA's Triton server: the ONNX model, and an ensemble that takes encoded photos.
 
-Nothing but the stock image of the server is needed: its ONNX Runtime backend computes, its DALI backend decodes.
+The standard image of the server is enough: its ONNX Runtime backend computes, its DALI backend decodes.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from falconet import writing
 from falconet.data.preprocessing import Preprocessing
 from falconet.export.graph import INPUT, OUTPUT, Graph
 
@@ -16,13 +17,13 @@ DELAY = 2000  # microseconds that a request may wait for others
 
 
 def version_folder(graph: Graph, folder: Path) -> Path:
-    """Where the ONNX model is."""
+    """The folder of the ONNX model."""
     return folder / MODELS / graph.name / VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduling:
-    """How the server batches requests, and what computes them."""
+    """The server's settings for batching and computing."""
 
     max_batch: int = MOST
     delay: int = DELAY
@@ -33,9 +34,8 @@ EXPORTED = Scheduling()
 
 
 def write(graph: Graph, folder: Path, scheduling: Scheduling = EXPORTED) -> Path:
-    """Write everything but the ONNX model; returns the folder that it belongs in."""
-    lines = (f"{name}\n" for name in _one_line_each(graph.class_names))
-    labels = "".join(lines).encode("utf-8", "backslashreplace")  # bytes of names that are not UTF-8 are escaped
+    """Write everything except the ONNX model; return the folder for it."""
+    labels = writing.coded("".join(f"{name}\n" for name in _one_line_each(graph.class_names)))
     classifier = folder / MODELS / graph.name
     version_folder(graph, folder).mkdir(parents=True)
     (classifier / "config.pbtxt").write_text(_classifier(graph, scheduling))
@@ -53,7 +53,7 @@ def write(graph: Graph, folder: Path, scheduling: Scheduling = EXPORTED) -> Path
 
 
 def _one_line_each(names: tuple[str, ...]) -> list[str]:
-    """Class names as lines; a name that has several would shift all that follow."""
+    """Class names as single lines; a name with several lines would shift all that follow."""
     return [" ".join(name.splitlines()) or "-" for name in names]
 
 

@@ -31,11 +31,11 @@ from falconet.numerics.precision import REGIMES, Regime
 from falconet.parallel import world
 from falconet.report.console import Say, counted
 
-BATCH = 64  # images, of a run whose micro-batch was found by trying
+BATCH = 64  # images, for a run whose micro-batch was found by trying
 
 
 class Scorer:
-    """A function of images that is built from a model's weights, and built again once they have changed."""
+    """A function of images, built from a model's weights and built again after they change."""
 
     def __init__(
         self, model: nn.Module, build: Callable[[], Compute], device: torch.device, *, note: Say, capture: bool
@@ -47,16 +47,16 @@ class Scorer:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:  # N x 3 x S x S, anywhere -> N x classes, fp32, on the device
-        """Replayed on CUDA from the second batch of a size on."""
+        """Compute scores; on CUDA, replayed from the second batch of a size on."""
         return self._newest().replayed(images.to(self._device, non_blocking=True))
 
     @torch.inference_mode()
     def uncaptured(self, images: Tensor) -> Tensor:
-        """The same, computed layer by layer, so that hooks are called."""
+        """Compute scores layer by layer, so that hooks are called."""
         return self._newest().compute(images.to(self._device, non_blocking=True))
 
     def _newest(self) -> "_Built":
-        """Threads may build it twice, but never see a part of it."""
+        """The function of the current weights; threads may build it twice, but never see part of it."""
         versions, built = (
             [_version(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())],
             self._built,
@@ -69,7 +69,7 @@ class Scorer:
 
 
 class _Built(NamedTuple):
-    """The function of one moment's weights."""
+    """A function built from the weights at one moment."""
 
     versions: list[tuple[int, int]]
     compute: Compute
@@ -77,7 +77,7 @@ class _Built(NamedTuple):
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
-    """Where it lies and how often it was written to, as autograd counts it."""
+    """A tensor's place in memory, and how often it was written to, as autograd counts it."""
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
@@ -91,17 +91,17 @@ class Classifier:
     class_names: tuple[str, ...]
     regime: Regime
     device: torch.device
-    data: options.Data = field(default_factory=options.Data)  # how its run read images: batches, threads, formats
+    data: options.Data = field(default_factory=options.Data)  # how the run read images: batches, threads, formats
     checkpoint: Path | None = None  # the one that it was loaded from
     origin: str = ""  # what its weights are, in words; empty: random
-    tta: views.Kind = "none"  # the views of an image whose logits are averaged, as in the run's validations
-    several_labels: bool = False  # whether an image has any number of the classes
+    tta: views.Kind = "none"  # the views of an image whose logits are averaged, as in the run's validation
+    several_labels: bool = False  # whether an image can have any number of the classes
     capture: bool = True  # whether batches are replayed as graphs on CUDA
-    note: Say = lambda _: None  # gets a line if they cannot be
+    note: Say = lambda _: None  # gets a line if that fails
 
     @property
     def served_name(self) -> str:
-        """Its name as a part of URLs and paths."""
+        """The name as a part of URLs and paths."""
         return self.name.replace("/", "-").replace(":", "-")
 
     @property
@@ -110,30 +110,30 @@ class Classifier:
         return value_or(self.data.validation_batch_size, value_or(self.data.micro_batch_size, BATCH))
 
     def loaded(self) -> list[str]:
-        """What was loaded, in a line; none for random weights."""
+        """A line on what was loaded; none for random weights."""
         return [f"loaded {self.origin}"] if self.origin else []
 
     def folding(self) -> Folding:
-        """The model as it is now, its norms folded, over the views of its test-time augmentation."""
+        """The model as it is now, with folded norms, averaged over the views of test-time augmentation."""
         found = fold(self.model, self.regime.formats(self.device)["activations"])
         return replace(found, model=views.averaged(found.model, self.tta).eval())
 
     def scoring(self, preprocessing: Preprocessing) -> Compute:
-        """The scores of pixels, by the weights of this moment."""
+        """A function from pixels to scores, by the current weights."""
         found = self.folding()
         normalise = normaliser(preprocessing, dtype=found.dtype, channels=found.channels).to(self.device)
         return lambda images: self.regime.run(found.model, normalise(images))
 
     @cached_property
     def by_pixels(self) -> Scorer:
-        """Scores of images as validation reads them."""
+        """The scorer of images as validation reads them."""
         on_host = self.data.normalization_location == "host"
         preprocessing = self.preprocessing.unnormalised if on_host else self.preprocessing
         return self._scorer(lambda: self.scoring(preprocessing))
 
     @cached_property
     def by_inputs(self) -> Scorer:
-        """Scores of images that are normalised."""
+        """The scorer of normalised images."""
 
         def build() -> Compute:
             model = self.folding().model
@@ -146,7 +146,7 @@ class Classifier:
 
     @property
     def activation(self) -> Activation:
-        """What makes probabilities of its scores."""
+        """The function that turns scores into probabilities."""
         return "sigmoid" if self.several_labels else "softmax"
 
     def images(self, source: FileSource) -> Dataset:
@@ -165,7 +165,7 @@ class Classifier:
 
 
 class Asked(Protocol):
-    """What the options of a command that opens a classifier have in common."""
+    """The options that all commands that open a classifier share."""
 
     @property
     def input(self) -> options.Input: ...
@@ -188,7 +188,7 @@ Weights = Path | Literal["published"]
 
 
 def open_classifier(command: type[AskedT], line: Sequence[Setting], note: Say) -> tuple[Classifier, AskedT]:
-    """Open the model that a command's line names; return it with the options, to which its checkpoint adds defaults.
+    """Open the model that a command line names; return it with the options, to which its checkpoint adds defaults.
 
     `note` gets what was concluded or passed over; the classifier's `origin` says what was loaded.
     """
@@ -199,14 +199,14 @@ def open_classifier(command: type[AskedT], line: Sequence[Setting], note: Say) -
     else:
         with named_option("pretrained"):
             classifier, options = _opened(command, line, note, chosen=weights)
-    views: Any = getattr(options, "views", None)  # a command without them, such as export, has those of the run
+    views: Any = getattr(options, "views", None)  # a command without views, such as export, uses the run's
     return replace(classifier, note=note, tta=views.tta if views else classifier.tta), options
 
 
 def _opened(
     command: type[AskedT], line: Sequence[Setting], note: Say, *, chosen: Weights | None
 ) -> tuple[Classifier, AskedT]:
-    """`chosen`: a run, a folder of checkpoints, one of them, or weights from elsewhere."""
+    """Open a classifier. `chosen`: a run, a folder of checkpoints, one checkpoint, or weights from elsewhere."""
     asked = load_options(command, line).options
     is_named = any(setting.option == "model" for setting in line)
     if chosen is None:
@@ -263,7 +263,7 @@ def _fitting(weights: Weights, note: Say) -> str:
         raise ConfigError("expected --model as well, whose published weights are taken")
     found = fitting_model(read_weights(weights), where=str(weights))
     if found is None:
-        raise ConfigError(f"{weights}: holds only weights, which fit no model of ours; expected --model as well")
+        raise ConfigError(f"{weights}: holds only weights, which fit none of our models; expected --model as well")
     note(f"{weights}: its weights fit {found[0]}; --model names another one")
     return found[0]
 
@@ -297,7 +297,7 @@ def _classifier(
     name: str = "",
     data: options.Data | None = None,
 ) -> Classifier:
-    """Put a model on the device that was asked for, ready to predict; `name`: if it is not the one asked for."""
+    """Put a model on its device, ready to predict; `name`: if it differs from the one asked for."""
     device, regime = world.open_machine(asked.machine).device, REGIMES[asked.machine.precision]
     with named_option("precision"):
         regime.require(device)

@@ -1,4 +1,4 @@
-"""Converted models: a classifier as an ONNX or OpenVINO file, written by `falconet export` and kept on this machine."""
+"""Conversions of classifiers to ONNX or OpenVINO files, written by `falconet export` and kept on this machine."""
 
 import contextlib
 import fcntl
@@ -37,24 +37,24 @@ from falconet.report.run_files import EXPORT_RECORD
 Kind = Literal["onnx", "openvino"]
 FILES: dict[str, tuple[str, ...]] = {"onnx": ("model.onnx",), "openvino": ("model.xml", "model.bin")}  # the model first
 LIBRARIES: dict[Kind, tuple[str, ...]] = {
-    "onnx": ("onnx", "onnxscript", "onnxruntime"),  # that write a kind of file, and compute with it
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),  # packages that write a kind of file, and compute with it
     "openvino": ("openvino",),
 }
-MOST_BYTES = 1 << 26  # of a record, which names up to a million classes
+MOST_BYTES = 1 << 26  # in a record, which names up to a million classes
 KEPT = 20  # conversions; ResNet-50 takes 102 MB
-COMPARED = 8  # images of noise on which the file must have the model's scores
-LONGEST = 3600.0  # seconds for one conversion: an int8 one of a large model computes thousands of images
+COMPARED = 8  # noise images on which the file must have the model's scores
+LONGEST = 3600.0  # seconds per conversion: one to int8 computes thousands of images, perhaps with a large model
 SETTLED = ("checkpoint-input-path", "checkpoint", "device", "precision", "threads", "capture", "model-cache-path")
 _KEY = re.compile(r"[0-9a-f]{32}")
 
 
 class ConversionError(UserError):
-    """A model that cannot be converted here."""
+    """A model that cannot be converted on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """An export folder in memory: the files of a model that takes pixels, and what their record states."""
+    """An export folder in memory: the files of a model that takes pixels, and what their record says."""
 
     kind: Kind
     model: str
@@ -66,7 +66,7 @@ class Exported:
     record: dict[str, Any]
 
     def accuracy(self) -> str | None:
-        """What int8 costs, in a line, as it was measured when the file was written; None for fp32."""
+        """A line on what int8 costs, as measured when the file was written; None for fp32."""
         match self.record.get("int8"):
             case {
                 "images": int() as images,
@@ -81,7 +81,7 @@ class Exported:
                 return None
 
     def is_of(self, classifier: Classifier, conversion: "Conversion") -> bool:
-        """Whether it says that it is this conversion of this classifier."""
+        """Whether the record says that this is a given conversion of a given classifier."""
         return (
             self.kind == conversion.kind
             and self.precision == ("int8" if conversion.int8 else "fp32")
@@ -93,15 +93,15 @@ class Exported:
 
 
 class Conversion(NamedTuple):
-    """What is made of a classifier."""
+    """A conversion of a classifier: the kind of file, and the options it depends on."""
 
     kind: Kind
     int8: bool
-    options: Model  # what its model was built from
-    line: Sequence[Setting]  # what it was opened by
+    options: Model  # the options its model was built from
+    line: Sequence[Setting]  # the settings it was opened with
 
     def key(self, classifier: Classifier) -> str:
-        """A name for the result: two classifiers with the same one have the same weights and make the same file."""
+        """A name for the result: classifiers with the same key have the same weights and give the same file."""
         about = {
             "versions": {name: version(name) for name in ("torch", *LIBRARIES[self.kind])} | {"falconet": __version__},
             "conversion": [self.kind, self.int8, repr(self.options), repr(classifier.data) if self.int8 else ""],
@@ -118,12 +118,12 @@ class Conversion(NamedTuple):
         """The words after `falconet`. The output is never in the run folder, which may come from another person."""
         own = [setting for setting in of_command(ExportOptions, self.line) if setting.bare not in SETTLED]
         source = [setting for setting in self.line if setting.bare == "checkpoint-input-path"]
-        if classifier.checkpoint is not None:  # this very one: a run in progress may have a better one by now
+        if classifier.checkpoint is not None:  # exactly this one: a run in progress may have a better one by now
             own = [setting for setting in own if setting.bare != "pretrained"]
             named = [f"--checkpoint-input-path={classifier.checkpoint}"]
         else:
             named = [word for setting in source for word in setting.argv()]
-        # Training images are only read to calibrate: they may be many, or no longer there.
+        # Training images are only read to calibrate: they may be many, or gone.
         how = ["--int8"] if self.int8 else [f"--photos={photos}", "--latency-batch=1"]
         return [
             "export",
@@ -135,24 +135,24 @@ class Conversion(NamedTuple):
 
 
 def missing(kind: Kind) -> str | None:
-    """The first package that a kind of file needs and that is not installed."""
+    """The first missing package that a kind of file needs."""
     return next((name for name in LIBRARIES[kind] if find_spec(name) is None), None)
 
 
 def cache_folder(chosen: Path | None) -> Path | None:
-    """Where conversions are kept: below --model-cache-path, else in the user's cache; None: the user has none."""
+    """The folder for conversions: in --model-cache-path, else in the user's cache; None if there is none."""
     if chosen is not None:
         return chosen / "engines"
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         parent = chosen if chosen.is_absolute() else Path.home() / ".cache"
-    except RuntimeError:  # as in a container that runs with any user's number
+    except RuntimeError:  # as in a container that runs under an arbitrary user id
         return None
     return parent / "falconet" / "engines"
 
 
 def converted(classifier: Classifier, conversion: Conversion, cache: Path | None, say: Say) -> Exported:
-    """The classifier as a file, out of the cache if it was converted before."""
+    """Convert a classifier, or take its file from the cache."""
     entry = None if cache is None else cache / conversion.key(classifier)
     found = kept(entry, classifier, conversion) if entry else None
     if found:
@@ -164,7 +164,7 @@ def converted(classifier: Classifier, conversion: Conversion, cache: Path | None
         return _newly(entry, classifier, conversion, lambda rest: say(f"{begun}; {rest}"))
     except OSError as error:
         raise ConversionError(f"{error.filename or 'the conversion'}: {error.strerror or error}") from error
-    except CheckpointError as error:  # a file that changed at once
+    except CheckpointError as error:  # a file that changed at the same moment
         raise ConversionError(str(error)) from error
 
 
@@ -176,7 +176,7 @@ def _newly(entry: Path | None, classifier: Classifier, conversion: Conversion, s
             return _convert(classifier, conversion, Path(scratch) / "export")
     say(f"the result is kept in {entry.parent}")
     with _locked(entry.parent):
-        return kept(entry, classifier, conversion) or _made(entry, classifier, conversion)  # by another, or now
+        return kept(entry, classifier, conversion) or _made(entry, classifier, conversion)  # by another server, or now
 
 
 def _made(entry: Path, classifier: Classifier, conversion: Conversion) -> Exported:
@@ -198,15 +198,15 @@ def forget(classifier: Classifier, conversion: Conversion, cache: Path | None) -
 
 
 def kept(entry: Path, classifier: Classifier, conversion: Conversion) -> Exported | None:
-    """What the cache holds for a classifier; None if that is nothing, torn, or something else."""
+    """The conversion in the cache; None if there is none, or if it is torn or another one."""
     try:
         found = read_export(entry)
     except CheckpointError:
         return None
     if not found.is_of(classifier, conversion):
         return None
-    with contextlib.suppress(OSError):  # a cache that may only be read
-        os.utime(entry)  # it is used
+    with contextlib.suppress(OSError):  # the cache may be read-only
+        os.utime(entry)  # mark it as used
     return found
 
 
@@ -221,10 +221,10 @@ def _unwritable(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Servers that start together convert one after the other, and the same model once."""
+    """Take turns with other servers, so that those that start together convert the same model once."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: both convert, and the last one stays
+        with contextlib.suppress(OSError):  # a file system without locks: both convert, and the later one stays
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -232,14 +232,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _prune(folder: Path) -> None:
-    """Keep the conversions that were used last."""
+    """Keep only the conversions that were used last."""
     found = [path for path in folder.iterdir() if _KEY.fullmatch(path.name)]
     for path in sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)[KEPT:]:
         discard(path)
 
 
 def _convert(classifier: Classifier, conversion: Conversion, output: Path) -> Exported:
-    """Run `falconet export` in a process of its own: tracing takes seconds, in which no other thread here would run."""
+    """Run `falconet export` in a separate process, because tracing blocks all other threads for seconds."""
     with tempfile.TemporaryDirectory() as photos:
         side, noise = classifier.preprocessing.image_size, np.random.default_rng(0)
         for number in range(COMPARED):
@@ -251,7 +251,7 @@ def _convert(classifier: Classifier, conversion: Conversion, output: Path) -> Ex
     return read_export(output)
 
 
-_exports: set["subprocess.Popen[str]"] = set()  # that threads of this process wait for
+_exports: set["subprocess.Popen[str]"] = set()  # for which threads of this process wait
 
 
 def _finished(argv: list[str]) -> "subprocess.CompletedProcess[str]":
@@ -265,7 +265,7 @@ def _finished(argv: list[str]) -> "subprocess.CompletedProcess[str]":
         except subprocess.TimeoutExpired:
             raise ConversionError(f"`falconet export` did not finish within {LONGEST / 60:.0f} minutes") from None
         finally:
-            export.kill()  # where this was interrupted
+            export.kill()  # if this was interrupted
             ended = export not in _exports
             _exports.discard(export)
     if ended:
@@ -274,14 +274,14 @@ def _finished(argv: list[str]) -> "subprocess.CompletedProcess[str]":
 
 
 def end_exports() -> None:
-    """End what other threads convert: they raise Interrupted, after they have removed what was written."""
+    """End the conversions of other threads: they remove what was written, then raise Interrupted."""
     while _exports:
         with contextlib.suppress(KeyError):  # it has just finished
             _exports.pop().kill()
 
 
 def _reason(done: "subprocess.CompletedProcess[str]") -> str:
-    """The last line of an export that failed: its error, or the comparison that it did not pass."""
+    """Why an export failed: its last line, which is an error or a comparison that it did not pass."""
     said = [line.strip() for text in (done.stdout, done.stderr) for line in text.splitlines() if line.strip()]
     if done.returncode < 0 or not said:
         killed = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"ended with {done.returncode}"
@@ -290,7 +290,7 @@ def _reason(done: "subprocess.CompletedProcess[str]") -> str:
 
 
 def read_export(folder: Path) -> Exported:
-    """An export folder, each file with the digest that its record states; CheckpointError: it is torn, or none."""
+    """Read an export folder and check the files' digests; CheckpointError if it is torn, or not an export."""
     where = folder / EXPORT_RECORD
     try:
         record = json.loads(_read(where, most=MOST_BYTES))
@@ -331,7 +331,7 @@ def read_export(folder: Path) -> Exported:
 
 
 def _checked(path: Path, stated: object) -> bytes:
-    """The content of a file, which must have the size and digest that were stated."""
+    """Read a file, which must have the stated size and digest."""
     match stated:
         case {"bytes": int() as size, "sha256": str() as digest}:
             content = _read(path, most=size)

@@ -1,4 +1,4 @@
-"""Embeddings: what a model's classifier layer gets, and the .npz file that holds them for any number of photos."""
+"""Embeddings, the inputs of a model's classifier layer, and the .npz file that holds them for any number of photos."""
 
 import os
 import shutil
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from falconet.errors import ConfigError
 
-CHARACTER = 4  # bytes, in numpy's text
+CHARACTER = 4  # bytes in numpy's text
 
 
 def classifier_layer(model: nn.Module, classes: int) -> nn.Module:
-    """The last layer that makes one output per class: linear, or a convolution as in SqueezeNet."""
+    """The last layer with one output per class: linear, or a convolution as in SqueezeNet."""
     found = None
     for layer in model.modules():
         outputs = getattr(layer, "out_features", getattr(layer, "out_channels", None))
@@ -34,9 +34,9 @@ def classifier_layer(model: nn.Module, classes: int) -> nn.Module:
 
 @contextmanager
 def tapped(model: nn.Module, classes: int) -> Iterator[Callable[[], Tensor | None]]:
-    """Within it, a function that returns what the classifier layer got since the last call, N x features.
+    """Provide a function that returns the classifier layer's input since its last call, N x features.
 
-    Of several views of the images it is that of the first, the images themselves. The input of a convolution is
+    With several views of the images, that is for the first view, the images themselves. A convolution's input is
     averaged over its positions.
     """
     seen: list[Tensor] = []
@@ -105,7 +105,7 @@ def _start(file: object, kind: str, shape: tuple[int, ...]) -> None:
 
 
 def _split(file: BinaryIO) -> Iterator[bytes]:
-    """What lies between zero bytes."""
+    """Split a file at its zero bytes."""
     rest = b""
     while block := file.read(1 << 20):
         *whole, rest = (rest + block).split(b"\0")

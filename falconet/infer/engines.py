@@ -1,4 +1,4 @@
-"""Engines: what computes the scores of a served model (torch, ONNX Runtime or OpenVINO), chosen once and timed."""
+"""Engines, which compute a served model's scores (torch, ONNX Runtime or OpenVINO), chosen once and timed."""
 
 import importlib
 import statistics
@@ -38,12 +38,12 @@ from falconet.report.console import Say, counted
 Compute = Callable[[npt.NDArray[np.uint8]], Scores]  # N x S x S x 3 -> N x classes, in memory of its own
 NAMES: dict[Kind, str] = {"onnx": "ONNX Runtime", "openvino": "OpenVINO"}
 PACKAGES: dict[Kind, str] = {"onnx": "onnxruntime", "openvino": "openvino"}
-TOLERANCE = 1e-4  # of an image's largest score, as in `falconet export`
-TIMED, MOST_TIMED = 0.3, 50  # seconds and batches of a size, after the first
-LARGEST = 0.5  # seconds that a batch may take to be timed
+TOLERANCE = 1e-4  # relative to an image's largest score, as in `falconet export`
+TIMED, MOST_TIMED = 0.3, 50  # seconds and batches per size, after the first
+LARGEST = 0.5  # seconds; a batch that takes longer is not timed
 BY_HAND = "`falconet export --int8 --preprocessing` has --photos and other options, and its folder can be served"
-GAIN = 0.8  # of a lane's time, that all cores together must need at most to be worth their sessions
-MORE_MS = 2.0  # of computation that is worth a second thread: it needs the interpreter too, as the loop does
+GAIN = 0.8  # of a lane's time: all cores together must be at least this fast to be worth their sessions
+MORE_MS = 2.0  # of computation that are worth a second thread, which needs the interpreter, as the loop does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,22 +52,22 @@ class Latency:
 
     images: int
     ms: float
-    other_ms: float | None = None  # the same by what it is compared with: torch
+    other_ms: float | None = None  # the same for torch, which it is compared with
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What computes scores, ready to do so."""
+    """An engine that is ready to compute scores."""
 
     name: str  # with its version
     where: str  # `2 threads`, or a device
     dtype: np.dtype[Any]  # of the scores
     lanes: Lanes  # each takes a batch of up to the largest size
-    latencies: tuple[Latency, ...] = ()  # of one image, and of a batch
-    accuracy: str | None = None  # of int8, in a line
+    latencies: tuple[Latency, ...] = ()  # for one image, and for a batch
+    accuracy: str | None = None  # a line about int8
 
     def lines(self) -> list[str]:
-        """What is said at the start."""
+        """The lines that are printed at the start."""
         own = ", ".join(f"{each.ms:.3g} ms for {_images(each.images)}" for each in self.latencies)
         other = " and ".join(f"{each.other_ms:.3g}" for each in self.latencies if each.other_ms is not None)
         line = f"engine: {self.name}, {self.where}: {own}{f' (torch {other})' if other else ''}"
@@ -77,10 +77,10 @@ class Engine:
 def open_engine(
     classifier: Classifier, options: ServeOptions, line: Sequence[Setting], say: Say, *, max_batch: int
 ) -> Engine:
-    """Open the engine that the options ask for, and say what it is and how fast.
+    """Open the engine that the options ask for, and report what it is and how fast.
 
-    `auto` is torch on CUDA; on a CPU it is ONNX Runtime if that can have the model's scores. `line`: what the
-    classifier was opened by. The first conversion of a model takes seconds, or minutes to int8; other threads go on.
+    `auto` is torch on CUDA; on a CPU it is ONNX Runtime if that can give the model's scores. `line`: the settings with
+    which the classifier was opened. A model's first conversion takes seconds, to int8 minutes; other threads go on.
     """
     asked, int8 = options.serving.engine, options.serving.int8
     if asked == "torch" or (asked == "auto" and not int8 and classifier.device.type == "cuda"):
@@ -129,7 +129,7 @@ def opened_export(folder: Path, *, max_batch: int) -> tuple[Exported, Engine]:
 
 
 def exported_engine(found: Exported, *, max_batch: int, reference: Execute | None = None) -> Engine:
-    """ONNX Runtime or OpenVINO on the CPU. `reference`: torch, to time beside; in fp32, its scores are expected."""
+    """ONNX Runtime or OpenVINO on the CPU. `reference`: torch, timed for comparison; in fp32, scores must equal its."""
     side, exact = found.preprocessing.image_size, found.precision != "int8"
 
     def lane(compute: Compute) -> Lane:
@@ -141,7 +141,7 @@ def exported_engine(found: Exported, *, max_batch: int, reference: Execute | Non
     threads = torch.get_num_threads()
     whole = lane(open_onnx(found, threads=threads) if found.kind == "onnx" else open_openvino(found))
     if found.kind == "onnx" and threads > 1:
-        compute = open_onnx(found, threads=1)  # of which each thread can run one batch
+        compute = open_onnx(found, threads=1)  # each thread can run a batch with it
         each = tuple(lane(compute) for _ in range(threads))
         lanes = divided(each, whole, latencies(whole, each[0]))
     else:
@@ -157,10 +157,10 @@ def exported_engine(found: Exported, *, max_batch: int, reference: Execute | Non
 
 
 def divided(each: tuple[Execute, ...], whole: Execute, compared: Sequence[Latency]) -> Lanes:
-    """Lanes of one core each, beside one of all cores if that gains; `compared`: the time of `whole`, and of a lane.
+    """Lanes with one core each, and one with all cores if that is faster; `compared`: times of `whole` and of a lane.
 
-    One core computes more images per second of its time than several that wait for each other after every layer:
-    MobileNetV3 needs 2.8 ms of one core, and 3.1 to 5.2 ms of two. So all cores are for a request that is alone.
+    One core computes more images in a second of its time than several that wait for each other after every layer:
+    MobileNetV3 takes 2.8 ms on one core, and 3.1 to 5.2 ms on two. So all cores are for a request that is alone.
     """
     gains = [latency.other_ms is not None and latency.ms < GAIN * latency.other_ms for latency in compared]
     least_more = max(1, round(MORE_MS / (compared[0].other_ms or MORE_MS)))
@@ -186,19 +186,19 @@ class Lane:
 
 
 def open_onnx(found: Exported, *, threads: int) -> Compute:
-    """A model in ONNX Runtime; its threads sleep while there is nothing to compute."""
+    """Open a model in ONNX Runtime, whose threads sleep while there is nothing to compute."""
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as errors
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 4  # nothing: its errors are raised too, and its warnings are about its optimisations
+    options.log_severity_level = 4  # no messages: errors are raised too, and warnings are about its optimisations
     (name,) = FILES["onnx"]
-    # They have no base class but Exception.
+    # Their only base class is Exception.
     failures = (errors.Fail, errors.InvalidArgument, errors.InvalidGraph, errors.InvalidProtobuf, errors.NotImplemented)
     try:
-        # From memory, so that it is the content whose digest was checked, and cannot name other files.
+        # From memory, so that it is the content whose digest was checked, and cannot refer to other files.
         session = onnxruntime.InferenceSession(found.files[name], options, providers=["CPUExecutionProvider"])
         (taken,), (given,) = session.get_inputs(), session.get_outputs()
 
@@ -213,7 +213,7 @@ def open_onnx(found: Exported, *, threads: int) -> Compute:
 
 
 def open_openvino(found: Exported) -> Compute:
-    """A model in OpenVINO, in fp32: where the processor has bf16, it would otherwise compute in that."""
+    """Open a model in OpenVINO, in fp32: on a processor with bf16, it would otherwise compute in that."""
     openvino = import_openvino()
     how = {
         "INFERENCE_PRECISION_HINT": "f32",
@@ -236,7 +236,7 @@ def open_openvino(found: Exported) -> Compute:
 
 
 def _tried(compute: Compute, found: Exported) -> Compute:
-    """The function itself, if it takes an image and has a score for each class."""
+    """Return a function after checking that it takes an image and gives a score for each class."""
     side, classes = found.preprocessing.image_size, len(found.class_names)
     shape = compute(np.zeros((1, side, side, 3), np.uint8)).shape
     if shape != (1, classes):
@@ -245,13 +245,13 @@ def _tried(compute: Compute, found: Exported) -> Compute:
 
 
 def import_openvino() -> Any:
-    """OpenVINO without its telemetry, which would report to Intel that it was imported and what is converted."""
+    """Import OpenVINO without its telemetry, which would tell Intel of the import and of what is converted."""
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # makes its import fail
     return importlib.import_module("openvino")
 
 
 def missing_runtime(kind: Kind) -> str | None:
-    """What is missing to compute with a file, in words."""
+    """What is missing to compute with a kind of file, in words."""
     name = PACKAGES[kind]
     return f"{NAMES[kind]} is not installed: pip install {name}" if find_spec(name) is None else None
 
@@ -270,13 +270,13 @@ def _converted_engine(
 
     try:
         return opened()
-    except UnequalError:  # a file of the cache that is another model's
+    except UnequalError:  # a file in the cache that is another model's
         forget(classifier, conversion, cache)
         return opened()
 
 
 def _require(classifier: Classifier, kind: Kind) -> None:
-    """Refuse a classifier whose scores an engine on the CPU cannot have."""
+    """Refuse a classifier whose scores an engine on the CPU cannot give."""
     if classifier.device.type != "cpu":
         raise ConversionError(
             f"computes on a CPU, and the device is {classifier.device}; expected --device cpu as well"
@@ -293,13 +293,13 @@ def _require(classifier: Classifier, kind: Kind) -> None:
 
 
 class UnequalError(ConversionError):
-    """An engine whose scores are not the model's."""
+    """An engine whose scores differ from the model's."""
 
 
 def _latencies(
     lane: Execute, *, side: int, max_batch: int, reference: Execute | None = None, exact: bool = True
 ) -> tuple[Latency, ...]:
-    """The latency of one image and of a batch: the largest, or one that does not take long. `exact`: compare scores."""
+    """Latencies of one image and of a batch: the largest, or one that does not take long. `exact`: compare scores."""
     found: list[Latency] = []
     for size in (1, max_batch):
         size = min(size, _soon(found[0].ms, max_batch)) if found else size
@@ -317,13 +317,13 @@ def _latencies(
 
 
 def _soon(ms: float, most: int) -> int:
-    """The largest batch, or a power of two images that takes no longer than is worth waiting for."""
+    """The largest batch to time, or the largest power of two images that is worth waiting for."""
     images = int(1000 * LARGEST / ms)
     return most if images >= most else 1 << max(images.bit_length() - 1, 0)
 
 
 def _timed(execute: Execute, images: Pixels) -> tuple[float, Scores]:
-    """Milliseconds of a batch, the median of some; and its scores."""
+    """The milliseconds that a batch takes, a median, and its scores."""
     (scores,) = execute([images])
     times: list[float] = []
     while not times or (sum(times) < TIMED and len(times) < MOST_TIMED):

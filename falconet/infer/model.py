@@ -37,17 +37,17 @@ TOP = 5  # classes per prediction
 
 @dataclass(frozen=True)
 class Transform:
-    """From a picture to the model's input, exactly as in validation; fits the `transform` of torchvision's datasets."""
+    """Turns a picture into the model's input, exactly as in validation; fits torchvision's datasets as `transform`."""
 
     preprocessing: Preprocessing
 
     def __call__(self, picture: Picture) -> Tensor:  # 3 x S x S, float32
-        """What the module takes, without the batch's dimension."""
+        """The module's input for a picture, without the batch dimension."""
         inputs: Tensor = normaliser(self.preprocessing)(self.pixels(picture)[None])
         return inputs[0]
 
     def pixels(self, picture: Picture) -> Tensor:  # 3 x S x S, uint8
-        """The same before it is normalised: resized and cropped."""
+        """The picture resized and cropped, but not normalised."""
         whole, index = _pixels(picture), np.zeros(1, np.int64)
         reader = ArrayReader(ArraySource(whole[None], index, ("",)), crops=Crops(preprocessing=self.preprocessing))
         out = np.empty((1, reader.size, reader.size, 3), np.uint8)
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def module(self) -> nn.Module:
-        """On `device`, in evaluation mode: N x 3 x S x S to N x classes, scores before the softmax, or the sigmoid."""
+        """The module, in evaluation mode: N x 3 x S x S to N x classes, scores before the softmax or sigmoid."""
         return self.classifier.model
 
     @property
@@ -86,7 +86,7 @@ class Model:
 
     @property
     def transform(self) -> Transform:
-        """From a PIL image, a path or an array to the module's input, as in validation."""
+        """The transform from a PIL image, a path or an array to the module's input, as in validation."""
         return Transform(self.classifier.preprocessing)
 
     @property
@@ -109,7 +109,7 @@ class Model:
         """The classes of a picture, or of each in a list, with their probabilities.
 
         A picture is a path, a PIL image, a uint8 array (H x W or H x W x 3), a uint8 tensor (3 x H x W), or a float
-        tensor that `transform` made. A folder in a list stands for all photos in it, however deep; those that cannot be
+        tensor that `transform` made. A folder in a list stands for all photos in it, at any depth; those that cannot be
         read are left out with a warning. Any other picture that cannot be read raises DataError.
 
         `top`: classes per prediction; a model for several labels adds further ones of 0.5 or more. `batch_size`: images
@@ -117,7 +117,7 @@ class Model:
         """
         if top < 1:
             raise ConfigError(f"top: got {top}, expected a whole number, at least 1")
-        if isinstance(pictures, str | os.PathLike) and Path(pictures).is_dir():
+        if isinstance(pictures, str | os.PathLike) and os.path.isdir(pictures):  # noqa: PTH112, as below
             raise DataError(f"{os.fspath(pictures)}: is a folder; expected a photo, or a list with the folder in it")
         if isinstance(pictures, str | os.PathLike | Image.Image | np.ndarray | Tensor):
             (prediction,) = self.predict([pictures], top=top, batch_size=batch_size)
@@ -129,14 +129,14 @@ class Model:
     def embeddings(
         self, pictures: Sequence[Picture], *, batch_size: int | None = None
     ) -> npt.NDArray[np.float32]:  # N x features
-        """What the classifier layer gets for each picture."""
+        """The classifier layer's input for each picture."""
         rows = [row.features for row in self._scores(list(pictures), batch_size=batch_size, features=True)]
         return torch.stack(rows).numpy() if rows else np.zeros((0, 0), np.float32)
 
     def _scores(
         self, pictures: Sequence[Picture], *, batch_size: int | None, features: bool = False
     ) -> Iterator[_Scores]:
-        """Of files as validation reads them, of the others as `transform` makes them, in the order given."""
+        """Scores in the order given: of files as validation reads them, of other pictures as `transform` makes them."""
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size: got {batch_size}, expected a whole number, at least 1")
         found = list(_found(pictures))
@@ -184,7 +184,7 @@ class Model:
 
 
 def _found(pictures: Sequence[Picture]) -> Iterator[tuple[Photo | None, Picture]]:
-    """Each picture with its file, if it is one; a folder gives several."""
+    """Each picture with its file, if it is a file; a folder gives several."""
     for picture in pictures:
         if not isinstance(picture, KINDS):
             raise DataError(f"got {type(picture).__name__}, expected {EXPECTED}")
@@ -194,7 +194,7 @@ def _found(pictures: Sequence[Picture]) -> Iterator[tuple[Photo | None, Picture]
         path = os.fspath(picture)
         if not could_name_a_file(path):
             _refuse(f"{path!a:.80}", NO_NAME)
-        if not Path(path).is_dir():
+        if not os.path.isdir(path):  # noqa: PTH112, Path's raises where it may not look
             yield Photo(path, path), picture
             continue
         with ExitStack() as held:

@@ -1,20 +1,22 @@
-"""Photos to predict: found in folders of any size, and scored in batches that are read as validation's are."""
+"""Photos to predict: found in folders of any size, and scored in batches that are read as in validation."""
 
 import itertools
 import os
+import re
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from falconet.data.image_files import NO_NAME, BadImages
+from falconet.data.image_files import NO_NAME, BadImages, UnreadableImageError, use_image
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
 from falconet.data.sources.folder import Listing, image_names
@@ -25,18 +27,20 @@ from falconet.parallel.world import World
 from falconet.writing import could_name_a_file
 
 STDIN = "-"
-AT_ONCE = 4096  # photos per loader: names and threads are dropped between them, and memory stays bounded
-# How the files of the formats that people send through a pipe start.
+AT_ONCE = 4096  # photos per loader: names and threads are dropped between loaders, so memory is bounded
+# How files in the formats that people send through a pipe start.
 SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
-HEAD = 12  # bytes, enough to recognise any of them
-LONGEST = 4096  # bytes of a path that Linux opens, with its end
+AS_TEXT = ("PPM", "XBM", "XPM")  # Pillow's names of formats that may start without any control character
+HEAD = 12  # bytes, enough to recognise each of them
+LONGEST = 4096  # bytes in a path that Linux opens, with its final zero
+_CONTROL, _EMPTY = re.compile(rb"[\x01-\x08\x0a-\x1f\x7f]"), re.compile(rb"\A\0|\0\0")
 
 
 class Photo(NamedTuple):
     """A file to predict."""
 
-    name: str  # as it was given, or found in a folder
-    path: str  # what is opened: the same, or a copy of stdin
+    name: str  # as given, or as found in a folder
+    path: str  # the file to open: the same, or a copy of stdin
 
 
 class Scored(NamedTuple):
@@ -44,7 +48,7 @@ class Scored(NamedTuple):
 
     photo: Photo
     logits: Tensor  # classes, float32, on the host
-    features: Tensor  # what the classifier layer gets, if that was asked for
+    features: Tensor  # the classifier layer's input, if that was asked for
     problem: str = ""  # why the scores mean nothing: the photo could not be read
 
 
@@ -52,11 +56,11 @@ Problem = Callable[[str, str], None]  # takes a name and what is wrong with it
 
 
 def find(words: Iterable[str], *, stdin: BinaryIO, held: ExitStack, problem: Problem) -> Iterator[Photo]:
-    """The photos that the words name, one after the other.
+    """Find the photos that the words name, one after the other.
 
-    Folders are searched recursively, in the order of a validation: sorted by name, links to folders followed only at
-    the top. `-` stands for stdin: one photo if it starts like one, else paths, one per line or with a NUL after each. A
-    file that is named is taken whatever it is called. `held` keeps the copy of a photo from stdin.
+    Folders are searched recursively, in the order of a validation: sorted by name, with links to folders followed only
+    at the top. `-` stands for stdin: paths, one per line or each with a NUL after it, or one photo of any format. A
+    named file is taken whatever its name is. `held` keeps the copy of a photo from stdin.
     """
     for word in words:
         if word == STDIN:
@@ -89,19 +93,42 @@ def _from_stdin(stdin: BinaryIO, held: ExitStack, problem: Problem) -> Iterator[
     head = stdin.read(LONGEST)
     if not head:
         problem("stdin", "empty; expected paths, one per line, or a photo")
-    elif is_photo(head):
+    elif not is_photo(head) and _is_list(head):
+        paths = (os.fsdecode(path) for path in _listed(head, stdin) if path not in (b"", STDIN.encode()))
+        yield from find(paths, stdin=stdin, held=held, problem=problem)
+    else:
         file = held.enter_context(tempfile.NamedTemporaryFile(prefix="falconet-photo-"))  # noqa: SIM115
         file.write(head)
         shutil.copyfileobj(stdin, file)
         file.flush()
-        yield Photo(STDIN, file.name)
-    else:
-        paths = (os.fsdecode(path) for path in _listed(head, stdin) if path not in (b"", STDIN.encode()))
-        yield from find(paths, stdin=stdin, held=held, problem=problem)
+        reason = "" if is_photo(head) else _why_no_photo(Path(file.name))
+        if reason:
+            problem("stdin", f"neither a photo nor a list of paths ({reason})")
+        else:
+            yield Photo(STDIN, file.name)
+
+
+def _is_list(head: bytes) -> bool:
+    """Whether a file that starts like this is a list of paths: in any other file, `/` between two NULs is no folder.
+
+    `find -print0` writes no empty path, and only what exists may have control characters in its name.
+    """
+    whole = head.split(b"\0" if b"\0" in head else b"\n")[:-1]
+    odd = [path for path in whole if _CONTROL.search(path.rstrip(b"\r"))]
+    return not _EMPTY.search(head) and all(map(os.path.lexists, odd)) and bool(_why_no_photo(BytesIO(head), AS_TEXT))
+
+
+def _why_no_photo(file: Path | BinaryIO, formats: tuple[str, ...] | None = None) -> str:
+    """Why Pillow does not take a file for a photo in one of the formats, or in any; empty if it does."""
+    try:
+        use_image(file, lambda _: None, formats=formats)
+    except UnreadableImageError as error:
+        return str(error)
+    return ""
 
 
 def _listed(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
-    """The paths in a list: a NUL after each, as `find -print0` writes them, if the first has one, else one per line."""
+    """The paths in a list, one per line, or each with a NUL after it, as `find -print0` writes them."""
     if b"\0" not in head:
         for line in itertools.chain((head + rest.readline()).split(b"\n"), rest):
             yield line.rstrip(b"\r\n")
@@ -135,11 +162,11 @@ def scored(
 
 def _scored(classifier: Classifier, photos: list[Photo], *, batch: int, features: bool) -> Iterator[list[Scored]]:
     unread = _Unread()
-    names = [str(Path.cwd() / photo.path)[1:] for photo in photos]  # what `..` and links lead to stays
+    names = [str(Path.cwd() / photo.path)[1:] for photo in photos]  # keeps what `..` and links lead to
     source = FileSource.of(Path("/"), names=names, labels=[0] * len(names), class_names=(".",))
     images = classifier.images(source)
     device, regime = classifier.device, classifier.regime
-    # What is decoded on a device, or kept between epochs, depends on the machine that trained.
+    # Decoding on a device, and caches between epochs, were chosen for the machine that trained.
     decode = classifier.data.decode_device if device.type == "cuda" else "cpu"
     data = replace(classifier.data, decode_device=decode, dataset_cache=False)
     reading = Input(data=data, regime=regime, world=World(device=device), note=lambda _: None)
@@ -165,7 +192,7 @@ def _scored(classifier: Classifier, photos: list[Photo], *, batch: int, features
 
 
 class _Unread(BadImages):
-    """Why each photo could not be read."""
+    """Collects why each photo could not be read."""
 
     def __init__(self) -> None:
         super().__init__(None, note=lambda _: None)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-Activation = Literal["softmax", "sigmoid"]  # what makes probabilities of scores
+Activation = Literal["softmax", "sigmoid"]  # turns scores into probabilities
 
 
 class Guess(NamedTuple):
@@ -25,9 +25,9 @@ class Prediction:
     """What a model makes of one image."""
 
     top: tuple[Guess, ...]  # the most probable first
-    name: str = ""  # of the file, if it was one
+    name: str = ""  # the file's name, if it was a file
     probabilities: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # of every class, in order
-    labels: tuple[str, ...] = ()  # the most probable class; of a model for several labels, those of 0.5 or more
+    labels: tuple[str, ...] = ()  # the most probable class; with several labels per photo, those of 0.5 or more
 
     @property
     def label(self) -> str:
@@ -36,11 +36,11 @@ class Prediction:
 
     @property
     def probability(self) -> float:
-        """Of the most probable class, 0 to 1."""
+        """The probability of the most probable class, 0 to 1."""
         return self.top[0].probability
 
     def to_json(self, *, several: bool) -> dict[str, object]:
-        """Without its name; `several`: photos have any number of labels, so they are listed."""
+        """The prediction as JSON, without its name; `several`: photos have any number of labels, which are listed."""
         return {
             **({"labels": list(self.labels)} if several else {}),
             "label": self.label,
@@ -58,8 +58,8 @@ def predicted(
 ) -> Prediction:
     """The prediction of one row of scores; equal probabilities keep the order of the classes.
 
-    `several`: an image has any number of the classes. Each then has a probability of its own, and all classes of 0.5 or
-    more are among the `top`, however many they are.
+    `several`: an image has any number of the classes. Each class then has a probability of its own, and all those of
+    0.5 or more are among the `top`, however many there are.
     """
     scores = logits.double()
     probabilities = (scores.sigmoid() if several else scores.softmax(dim=0)).numpy()

@@ -25,14 +25,14 @@ Execute = Callable[[Sequence[Pixels]], list[Scores]]  # the scores of each porti
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """What computes batches at the same time, each one at a time."""
+    """Lanes that compute batches side by side, one batch each at a time."""
 
     each: tuple[Execute, ...]
-    # All cores for one batch, where each lane has one of them; None if that gains nothing, or if a lane has all.
+    # All cores for one batch, if each lane has one core; None if that is no faster, or if a lane has all.
     whole: Execute | None = None
-    least_whole: int = 1  # images from which it is faster than a lane
-    share: bool = False  # whether idle ones divide what waits, because each has a core of its own
-    least_more: int = 1  # images that are worth starting a lane beside a busy one
+    least_whole: int = 1  # images from which on `whole` is faster than a lane
+    share: bool = False  # whether idle lanes divide what waits, because each has a core of its own
+    least_more: int = 1  # images that are worth starting a second lane
 
 
 LANES = 2  # per CUDA device: one computes a batch while the other gathers and copies the next
@@ -45,11 +45,11 @@ def buckets(max_batch: int) -> tuple[int, ...]:
 
 
 def gather(portions: Sequence[Pixels], rows: npt.NDArray[np.uint8]) -> int:  # rows: N x S x S x 3
-    """Copy the portions into the first rows of a batch; return how many there are."""
+    """Copy the portions into the first rows of a batch; return the number of rows."""
     end = 0
     for portion in portions:
         start, end = end, end + len(portion)
-        if portion.strides[1] == 1:  # decoded photos, which lie in memory as the rows do
+        if portion.strides[1] == 1:  # decoded photos, which have the memory order of the rows
             rows[start:end] = portion.transpose(0, 2, 3, 1)
         else:  # 43 us for an image of 224 x 224; as one assignment 182 us, because its inner loop is three bytes
             for channel in range(3):
@@ -58,13 +58,13 @@ def gather(portions: Sequence[Pixels], rows: npt.NDArray[np.uint8]) -> int:  # r
 
 
 def divide(scores: Scores, portions: Sequence[Pixels]) -> list[Scores]:
-    """The scores of each portion, out of those of all of them."""
+    """Divide the scores of all portions into those of each."""
     ends = accumulate(map(len, portions), initial=0)
     return [scores[start:end] for start, end in pairwise(ends)]
 
 
 class Predictor:
-    """Computes scores; batches are padded to the next bucket, so that the device sees few shapes."""
+    """Computes scores; batches are padded to the next bucket, so that the device sees only a few shapes."""
 
     def __init__(self, classifier: Classifier, *, max_batch: int, captured: bool = True) -> None:
         self.classifier = classifier
@@ -105,7 +105,7 @@ class Lane:
         about = predictor.classifier
         side = about.preprocessing.image_size
         most, cuda = predictor.max_batch, about.device.type == "cuda"
-        shape = (most, side, side, 3)  # in memory, which is how photos are decoded and how the model reads them
+        shape = (most, side, side, 3)  # in the memory order in which photos are decoded and the model reads them
         self._predictor = predictor
         self._host = torch.zeros(shape, dtype=torch.uint8, pin_memory=cuda)
         self._there = torch.zeros(shape, dtype=torch.uint8, device=about.device) if cuda else self._host
@@ -125,7 +125,7 @@ class Lane:
                 self._predictor.classifier.note(why_not(error))
 
     def _capture(self) -> None:
-        pool = torch.cuda.graph_pool_handle()  # shared by all: a lane computes one bucket at a time
+        pool = torch.cuda.graph_pool_handle()  # shared by all graphs: a lane computes one bucket at a time
         for size in reversed(self._predictor.buckets):
             inputs = self._images(size)
             self._recordings[size] = Recording(self._predictor.logits, inputs, stream=self._stream, pool=pool)
@@ -133,7 +133,7 @@ class Lane:
     def __call__(self, portions: Sequence[Pixels]) -> list[Scores]:
         """Compute the scores of each portion; together they must fit into the largest bucket."""
         count = gather(portions, self._host.numpy())
-        # The rows beyond hold earlier images; every image is computed independently, so they change nothing.
+        # The other rows hold earlier images; they change nothing, because images are computed independently.
         self._compute(next(size for size in self._predictor.buckets if size >= count))
         return divide(self._scores[:count].numpy().copy(), portions)
 
@@ -149,7 +149,7 @@ class Lane:
         self._stream.synchronize()
 
     def _images(self, size: int) -> Tensor:  # N x 3 x S x S, channels last in memory
-        """The first rows, on the device."""
+        """Copy the first rows to the device."""
         return self._there[:size].permute(0, 3, 1, 2)
 
     def _on_device(self, size: int) -> Tensor:
@@ -158,7 +158,7 @@ class Lane:
 
 
 def open_served(line: Sequence[Setting], say: Say) -> tuple[Classifier, ServeOptions]:
-    """Open the model that a server's line names; return it with the options, to which its checkpoint adds defaults."""
+    """Open the model that a server's command line names; return it with the options, completed from its checkpoint."""
     classifier, options = open_classifier(ServeOptions, line, say)
     for text in classifier.loaded():
         say(text)

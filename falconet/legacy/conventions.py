@@ -1,4 +1,4 @@
-"""What the users of the originals saw: their lines, CSV files, and the names of folders and checkpoints."""
+"""The originals' output: their lines, CSV files, and names of folders and checkpoints."""
 
 import random
 import re
@@ -30,7 +30,7 @@ class Recent:
         self._points: deque[tuple[int, tuple[float, ...]]] = deque()  # updates, and the means over them
 
     def restore(self, rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> None:
-        """Begin with the points of a training.csv, whose `columns` hold the numbers that `add` takes."""
+        """Start with the points of a training.csv, whose `columns` hold the numbers that `add` takes."""
         before = 0
         for row in rows:
             try:
@@ -42,7 +42,7 @@ class Recent:
             before = update
 
     def add(self, point: Point, *values: float) -> list[float]:
-        """The means, with this point among them."""
+        """Add a point, and return the means that include it."""
         self._points.append((point.updates, values))
         total = sum(updates for updates, _ in self._points)
         while len(self._points) > 1 and total - self._points[0][0] >= point.updates_per_epoch:
@@ -51,13 +51,13 @@ class Recent:
 
 
 def _say_average(found: Validated, to: RunLog) -> None:
-    """The originals had no moving average of the weights; the line is ours."""
+    """Print a line of ours, because the originals had no moving average of the weights."""
     if found.average is not None:
         to.line(f"Accuracy on test set of the moving average: {found.average:.2f}%")
 
 
 def _write_options(to: RunLog, name: str, facts: Facts) -> None:
-    """The options that the run was first started with, by the original's names, or ours if it was not the original."""
+    """Write the options of the run's first start, by the original's names, or ours if it was not the original."""
     if to.has(name) and facts.restored:
         return
     ours = {option.replace("-", "_"): value for option, value in facts.options.items()}
@@ -140,7 +140,7 @@ class PyTorch:
         _say_average(found, self.to)
 
     def stopped(self) -> None:
-        """The original printed nothing."""
+        """Do nothing: the original printed nothing."""
 
     def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
         if found.origin:
@@ -170,7 +170,7 @@ class PyTorch:
 
 
 def _restored(origin: Origin, epoch: float) -> str:
-    """The PyTorch program's line, to which the caller adds the checkpoint."""
+    """The PyTorch program's line about a restored model, without the checkpoint's path."""
     known = origin.loss is not None
     trained = f"(train loss: {origin.loss}, train accuracy: {origin.accuracy}%)" if known else ""
     return f"Restore the {origin.model} model to epoch {epoch:g} on {origin.data} dataset{trained}"
@@ -200,7 +200,7 @@ class TensorFlow:
             self.to.kept_line(f"Restoring training from {latest}checkpoint: {facts.restored}")
 
     def begin_epoch(self, epoch: int, of: int) -> None:
-        """The original printed nothing."""
+        """Do nothing: the original printed nothing."""
 
     def log(self, point: Point) -> None:
         loss, accuracy = self._recent.add(point, point.loss, point.accuracy)
@@ -225,7 +225,7 @@ class TensorFlow:
         self.to.row("training.csv", row, update=point.update)
 
     def end_epoch(self, point: Point) -> None:
-        """The original printed nothing."""
+        """Do nothing: the original printed nothing."""
 
     def validated(self, found: Validated) -> None:
         latency = 1000 * found.seconds * found.batch / max(found.images, 1)
@@ -250,7 +250,7 @@ class TensorFlow:
         _say_average(found, self.to)
 
     def stopped(self) -> None:
-        """The original printed nothing."""
+        """Do nothing: the original printed nothing."""
 
     def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
         self.validated(found)
@@ -296,7 +296,7 @@ class PopArt:
         self.to.scalars(point.update, values)
 
     def end_epoch(self, point: Point) -> None:
-        """The original printed nothing."""
+        """Do nothing: the original printed nothing."""
 
     def validated(self, found: Validated) -> None:
         self.to.kept_line(
@@ -307,16 +307,16 @@ class PopArt:
         _say_average(found, self.to)
 
     def stopped(self) -> None:
-        """The original printed nothing."""
+        """Do nothing: the original printed nothing."""
 
     def averaged(self, found: Validated, *, which: str) -> None:  # noqa: ARG002
         self.validated(found)
 
     def saved(self, folder: Path) -> None:
-        """The original printed nothing."""
+        """Do nothing: the original printed nothing."""
 
     def end(self, *, trained: float, whole: float) -> None:
-        """The original printed nothing."""
+        """Do nothing: the original printed nothing."""
 
     def checkpoint_name(self, update: int) -> str | None:  # noqa: ARG002
         return None
@@ -340,7 +340,7 @@ def tensorflow_folder(shape: RunShape) -> Path:
 
 
 def tensorflow_name(shape: RunShape) -> str:
-    """Such as RN50_bs8x16rx8a_GN32_16.16; each of its models had another form."""
+    """A name such as RN50_bs8x16rx8a_GN32_16.16; each model of the program had another form."""
     efficient, squeezed = shape.model.startswith("efficientnet"), shape.model.startswith("squeezenet")
     name = f"{_tensorflow_model(shape.model)}_bs{shape.micro_batch}"
     replicas = f"x{shape.replicas}r" * (shape.replicas > 1)
@@ -360,7 +360,7 @@ def tensorflow_name(shape: RunShape) -> str:
 
 
 def _tensorflow_model(model: str) -> str:
-    """Family and size; models that it did not have keep our name."""
+    """The family and size in a name; models that the program did not have keep our name."""
     residual = re.match(r"(resnet|resnext)(\d+)", model)
     if residual:
         return f"{_RESIDUAL[residual[1]]}{residual[2]}"
@@ -386,14 +386,14 @@ def _first_free(shape: RunShape, name: Callable[[], str]) -> Path:
 
 
 def pytorch_batch(batch: TimedBatch) -> str:
-    """One batch; the instance, from 1, is printed when there are several."""
+    """The line about one batch; with several instances, it has the instance's number from 1."""
     who = f"[instance{batch.instance + 1}/{batch.instances}]" if batch.instances > 1 else ""
     rate, latency = batch.images_per_second, batch.milliseconds
     return f"[INFO] {who} Throughput: {rate:.2f} imgs/sec; Latency range: {latency:.3f}..{latency:.3f} ms"
 
 
 def pytorch_predictions(found: Predictions) -> list[str]:
-    """Means over the steady batches."""
+    """The lines with means over the steady batches."""
     rates, latencies = found.rates, found.latencies
     throughput = f"throughput: {fmean(rates):.2f} samples/sec (mean)"
     latency = f"latency avg: {fmean(latencies):.3f} ms (mean)"
@@ -412,7 +412,7 @@ def pytorch_predictions(found: Predictions) -> list[str]:
 
 
 def tensorflow_repetition(found: Repetition) -> list[str]:
-    """The two lines of its validation: all images over all seconds of the pass, as in the original."""
+    """The two lines of its validation; the rate is all images over all seconds of the pass, as in the original."""
     latencies = found.latencies
     points = quantiles(latencies, n=1000, method="inclusive") if len(latencies) > 1 else [latencies[0]] * 999
     mean = fmean(latencies)
@@ -450,7 +450,7 @@ def _names(dialect: str) -> dict[str, Old]:
 
 @cache
 def _choices(dialect: str) -> dict[str, dict[str, str]]:
-    """The values that an original's trainer takes, by canonical option and by how we spell them."""
+    """The values that an original's trainer takes, by canonical option and by our spelling."""
     named = {**{option.name.lstrip("-"): option for option in _options(dialect)}, **_names(dialect)}
     spelled = {new: {choice.lower(): choice for choice in reversed(option.choices)} for new, option in named.items()}
     return {new: choices for new, choices in spelled.items() if choices}

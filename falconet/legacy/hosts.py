@@ -1,6 +1,6 @@
-"""The processes of a program on several hosts: torchrun on each, over ssh where it is another host. No torch in here.
+"""The processes of a program on several hosts, by torchrun on each, over ssh if needed. Does not import torch.
 
-`python -m falconet.legacy.hosts [--numa] [--network N] PROGRAM ...` is what each process runs first: it binds itself to
+Each process first runs `python -m falconet.legacy.hosts [--numa] [--network N] PROGRAM ...`: it binds itself to
 a NUMA node or a network, and becomes the program. With `--devices` or `--cores`, it prints how many processes fit here.
 """
 
@@ -42,7 +42,7 @@ ADDRESS_OF = 0x8915  # SIOCGIFADDR, linux/sockios.h
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A program in `processes` processes, divided evenly over the hosts; no hosts: this one."""
+    """A program in `processes` processes, divided evenly over the hosts; no hosts means this host."""
 
     program: Sequence[str]
     processes: int
@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One host and what is run for it; for another host, the line sets the variables itself."""
+    """One host and its command line; for another host, the line sets the variables itself."""
 
     host: str
     argv: Sequence[str]
@@ -67,7 +67,7 @@ class Start:
 
 
 def starts(job: Job) -> list[Start]:
-    """What to run for each host, the first one first."""
+    """The command lines of all hosts, in order."""
     hosts = list(job.hosts) or ["localhost"]
     if len(hosts) > 1 and hosts[0] in HERE:
         raise ConfigError(f"--host: the first is {hosts[0]}, which means another host to {hosts[1]}; expected its name")
@@ -109,9 +109,9 @@ def is_here(host: str) -> bool:
 
 
 def devices_of(hosts: Sequence[str], *, counting: Sequence[str], folder: str, remote_shell: Sequence[str]) -> list[int]:
-    """What `counting` prints on each of these hosts; one that does not answer is refused by name.
+    """The number that `counting` prints on each host; a host that does not answer is refused by name.
 
-    `counting`: this module with --devices or --cores, and before it what sets the variables.
+    `counting`: this module with --devices or --cores, after the words that set the variables.
     """
     if hosts and not shutil.which(remote_shell[0]):
         raise ConfigError(f"--host: cannot reach {hosts[0]}: {remote_shell[0]} is not installed here")
@@ -130,7 +130,7 @@ def devices_of(hosts: Sequence[str], *, counting: Sequence[str], folder: str, re
 
 
 def devices() -> tuple[int, str]:
-    """How many processes the devices of this host are enough for, and that in words."""
+    """The number of processes for the devices of this host, and a phrase that says so."""
     if any(map(os.path.exists, DRIVERS)):
         import torch  # takes seconds: not on a machine without a driver
 
@@ -141,12 +141,12 @@ def devices() -> tuple[int, str]:
 
 
 def cores() -> tuple[int, str]:
-    """The same for a program that runs on the processor."""
+    """The number of processes for this host's cores, and a phrase that says so."""
     return over_cores(len(os.sched_getaffinity(0)))
 
 
 def _patient(remote_shell: Sequence[str]) -> Sequence[str]:
-    """Options that keep ssh from asking questions and from waiting without end."""
+    """Options that keep ssh from asking questions and from waiting forever."""
     return ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACHING:.0f}") if remote_shell[0] == "ssh" else ()
 
 
@@ -196,7 +196,7 @@ def run_together(starts: Sequence[Start], *, variables: Mapping[str, str]) -> in
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """Close its standard input, which asks it to end; ssh passes that on to the other host."""
+    """Close the process's standard input, which asks it to end; ssh passes that on to the other host."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.close()
@@ -253,13 +253,13 @@ def bind(variables: Mapping[str, str]) -> bool:
 
 
 def numa_nodes(folder: Path = NODES) -> list[set[int]]:
-    """The CPUs of each NUMA node that has any; empty where the system does not list them."""
+    """The CPUs of each NUMA node that has any; empty if the system does not list them."""
     lists = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
     return [cpus for cpus in (_cpus(path.read_text()) for path in lists) if cpus]
 
 
 def _cpus(text: str) -> set[int]:
-    """`0-3,8` as numbers."""
+    """The numbers in a list such as `0-3,8`."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
     return {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 

@@ -1,4 +1,4 @@
-"""Layer names of the originals as names of our modules: pipeline splits, and layers kept for recomputation."""
+"""Translation of the originals' layer names, for pipeline splits and for layers kept for recomputation."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ _PARTS = ("conv_pw", "bn1", "conv_dw", "bn2", "se", "conv_pwl", "bn3")
 
 
 def pytorch_layer(name: str, *, model: str) -> str:
-    """A layer of the PyTorch program: names of torchvision, of timm, of its own MobileNet, and additions by number."""
+    """Our name of a layer of the PyTorch program, from torchvision's, timm's or its MobileNet's, or of an addition."""
     added = re.fullmatch(r"add(?:_(\d+))?", name)
     if added:
         return _addition(int(added[1] or 0), model=model, name=name)
@@ -139,7 +139,7 @@ def _efficientnet(size: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _mobilenet_v2() -> Iterator[tuple[str, str]]:
-    """torchvision's: features/0, one per block, features/18, classifier/1."""
+    """The names of torchvision's MobileNetV2: features/0, one per block, features/18, classifier/1."""
     yield from zip(("features/0", "features/0/0", "features/0/1", "features/0/2"), _stem("conv_stem"), strict=True)
     places = [(stage, block) for stage, blocks in enumerate(_MOBILENET_V2) for block in range(blocks)]
     added = 0
@@ -162,7 +162,7 @@ def _stem(convolution: str) -> tuple[str, ...]:
 
 
 def _mobilenet_v3(model: str) -> Iterator[tuple[str, str]]:
-    """The program's own: first_block, mb_block/N/seq/M, last_block, output."""
+    """The names of the program's own MobileNetV3: first_block, mb_block/N/seq/M, last_block, output."""
     yield from zip(("first_block", "first_block/0", "first_block/1", "first_block/2"), _stem("conv_stem"), strict=True)
     places = [(stage, block) for stage, blocks in enumerate(MOBILENET[model]) for block in range(blocks)]
     for number, (stage, block) in enumerate(places):
@@ -180,7 +180,7 @@ def _mobilenet_v3(model: str) -> Iterator[tuple[str, str]]:
 
 
 def tensorflow_layer(name: str, *, family: str, size: str, cifar: bool = False) -> str:
-    """An operation of the TensorFlow program; there too it is the first of the next stage."""
+    """Our name for an operation of the TensorFlow program; there too it is the first of the next stage."""
     legal = legal_splits(family=family, size=size, cifar=cifar)
     if name not in legal:
         meant = did_you_mean(name, legal) or f"; expected some of {_some(legal)}"

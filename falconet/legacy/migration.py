@@ -13,7 +13,7 @@ from falconet.legacy.translate import PROGRAMS, command_without_options, from_li
 
 
 def help_of(program: Program, words: Sequence[str] = ()) -> str:
-    """What `--help` prints; `words`: the rest of the line, which may name a model that has options and defaults."""
+    """The output of `--help`; `words`: the rest of the line, which may name a model with options and defaults."""
     lines = [
         f"usage: {program.script} [options] [--show-translation]",
         "",
@@ -36,7 +36,7 @@ def help_of(program: Program, words: Sequence[str] = ()) -> str:
 
 
 def _model_typed(program: Program, words: Sequence[str]) -> OfModel | None:
-    """What the line says about the model; a line with a mistake is not asked."""
+    """The model's options and defaults for this line, if the line has no mistake."""
     if program.of_model is None:
         return None
     try:
@@ -50,7 +50,7 @@ def _model_typed(program: Program, words: Sequence[str]) -> OfModel | None:
 
 
 def _help(option: Old, program: Program, model: OfModel | None) -> list[str]:
-    """An option with its default, what it means, and what it becomes."""
+    """Lines about an option: its default, its meaning, and what it becomes."""
     default = (model.defaults if model else {}).get(option.name, option.default)
     shown = f" (default {default})" if default is not None else ""
     text = f"{becomes_text(option)}: {option.effect}"
@@ -73,7 +73,7 @@ _AUTOMATIC = re.compile(
 
 
 def _meaning(option: Old, program: Program) -> str:
-    """In its own words, or those of the first canonical option that it sets, in the first command that has it."""
+    """The meaning of an option: its own text, or that of the first canonical option that it sets."""
     if option.about or not option.new:
         return option.about
     commands = [COMMANDS[name] for name in (command_without_options(program), *COMMANDS) if name in COMMANDS]
@@ -83,14 +83,14 @@ def _meaning(option: Old, program: Program) -> str:
 
 
 def command_of(program: Program) -> str:
-    """The canonical command, or commands."""
+    """The canonical command of a program, or commands."""
     if isinstance(program.command, str):
         return f"`falconet {program.command}`"
     return "`falconet`"
 
 
 def becomes_text(option: Old) -> str:
-    """The canonical options with their dashes; variables have none."""
+    """The canonical options that an option becomes, with dashes; variables have none."""
     if not option.new:
         return "no effect here"
     return ", ".join(name if name.isupper() else f"--{name}" for name in option.new)
@@ -158,30 +158,30 @@ every difference, and exits.
   originals' are also named configs of Falconet itself, in canonical options: [configs.md](../knowing/configs.md).
 - An option of another original is refused, with its equivalent. An option that only tuned the IPU is accepted, with a
   note that it has no effect.
-- Where the documents and the code of an original contradict each other, the documents apply: TensorFlow's pipeline
+- If the documents and the code of an original contradict each other, the documents apply: TensorFlow's pipeline
   schedule is grouped by default, `--initial-loss-scaling` doubles towards `--loss-scaling`, `weight_avg.py` averages.
 
-What differs whatever the options:
+These differences do not depend on options:
 
 - The default seed is 0; the originals drew one at random.
 - For lines of the TensorFlow program, images of CIFAR are standardised one by one (`--normalization image`): on the
   host before they are shifted, as in the original; with `--eight-bit-io`, on the device, with the black border of the
   shift.
 - For lines of the TensorFlow program on ImageNet, random crops are drawn as by its `sample_distorted_bounding_box`
-  (`--crop-draw height --crop-area 0.05`) and overlap annotated objects where there are boxes
-  (`--use-bbox-info-if-there`). For lines of the PyTorch program with `--use-bbox-info`, a tenth of the crop is to lie
+  (`--crop-draw height --crop-area 0.05`) and overlap annotated objects if there are boxes
+  (`--use-bbox-info-if-there`). For lines of the PyTorch program with `--use-bbox-info`, a tenth of the crop must be
   in a box (`--object-overlap crop`), as documented; its code found no box.
-- Initial weights are drawn as in each original: `--weight-init`, `--zero-init` (docs/knowing/numerics.md). Unlike
-  there, the convolutions that `--efficientnet-group-dim` changes are drawn like all others; a fourth image channel of
-  zeros does not count as an input; and batch norm's running variance starts at 1 for lines of the
+- Initial weights are drawn as in each original: `--weight-init`, `--zero-init` (docs/knowing/numerics.md). There are
+  three exceptions: convolutions that `--efficientnet-group-dim` changes are drawn like all others; a fourth channel of
+  zeros in images does not count as an input; and batch norm's running variance starts at 1 for lines of the
   PopART program, not at 0: training does not use it, and a validation before the statistics have settled would divide
   by almost zero.
-- For lines of the TensorFlow program, convolutions and poolings with a stride pad like TensorFlow's SAME (`--padding
+- For lines of the TensorFlow program, strided convolutions and pools pad like TensorFlow's SAME (`--padding
   same`), as in its SDK 2.1; in SDK 2.0 the strided convolutions of ResNets were padded equally on both sides.
-- For lines of the TensorFlow program, photos are resized without antialiasing (`--no-antialias`), between the same
-  neighbours, and rounded to levels of 0 to 255. A crop, mirrored or not, is the same up to that rounding; JPEG
-  decoders differ by single levels, and the original's fast decoder for training is not imitated. The centre that is
-  validated is torchvision's, which may be one pixel further down or right.
+- For lines of the TensorFlow program, photos are resized without antialiasing (`--no-antialias`), from the same
+  neighbouring pixels, and rounded to levels of 0 to 255. A crop, mirrored or not, is the same up to that rounding; JPEG
+  decoders differ by single levels, and the original's fast decoder for training is not imitated. The centre crop for
+  validation is torchvision's, which may be one pixel further down or right.
 - Crops are not aligned to the blocks of a JPEG file; the PyTorch program's fused decoder rounded them down to blocks.
 - The PopART program added a zero channel to every image, which changes no number (`--input-image-padding` does it).
 - The PopART program validated CIFAR with random shifts and mirrored images; here validation uses the images
@@ -190,11 +190,11 @@ What differs whatever the options:
   cosine had the length of the main training, so that the rate hardly changed.
 - SqueezeNet is torchvision's, whose convolutions have biases. The TensorFlow program's had none, padded the first
   convolution (which makes its output 55 instead of 54 pixels wide) and started with smaller weights in the last one
-  (docs/maintaining/log.md). For CIFAR that one had 20 or 200 outputs, of which only the first half were classes.
+  (docs/maintaining/log.md). For CIFAR the TensorFlow program's had 20 or 200 outputs, only half of them classes.
 - Proxy norm divides by its deviation at once; the TensorFlow program did so after squeeze and excitation, and left it
-  out before the classifier, where the weights that follow take its place.
+  out before the classifier, whose weights make up for it.
 - `upload_run.py` counts steps in updates and logs every row of training.csv; the original's steps were epochs, of
-  which it kept those with a validation. The epoch is among the values.
+  which it kept those with a validation. The epoch is one of the logged values.
 - `--generated-data` of the TensorFlow program validates as many images as its dataset has, 50,000 or 10,000; with
   `--iterations` alone, a tenth of the images that are trained on.
 - `restore.py` with a checkpoint that is not the newest of its run continues in a new run folder.
@@ -216,7 +216,7 @@ What differs whatever the options:
 
 
 def page() -> str:
-    """The whole page."""
+    """The whole migration page."""
     lines = [line for program in PROGRAMS.values() for line in _program(program)]
     return "\n".join([INTRODUCTION, *lines, *_outside()])
 

@@ -38,7 +38,7 @@ def micro_batch(old: Values) -> int:
 
 
 def batch_size(old: Values) -> Iterable[Effect]:
-    """In the original, the batch of all replicas together, before accumulation."""
+    """The original's batch was that of all replicas together, before accumulation."""
     yield To("micro-batch-size", (str(micro_batch(old)),))
 
 
@@ -89,7 +89,7 @@ def norm(old: Values) -> Iterable[Effect]:
 
 
 def learning_rate(old: Values) -> Iterable[Effect]:
-    """2**x times the batch of all replicas, without accumulation."""
+    """The rate: 2**x times the batch of all replicas, without accumulation."""
     first = _multipliers(old)[0]
     rate = power_of_two("--base-learning-rate", old.whole("--base-learning-rate")) * old.whole("--batch-size")
     yield To("lr", (short(rate * first),))
@@ -158,7 +158,7 @@ def logs(old: Values) -> Iterable[Effect]:
 
 
 def run_folder(old: Values) -> Iterable[Effect]:
-    """Where the folders named by time and size go, and the name of the run folder in them."""
+    """The place of folders named by time and size, and the name of the run folder in them."""
     if old.given("--log_dir_string"):
         yield To("name-suffix", (old.text("--log_dir_string"),))
     if old.given("--log-dir"):
@@ -186,7 +186,7 @@ def first_weights(_: Values) -> Iterable[Effect]:
 
 
 def own(old: Values) -> Iterable[Effect]:
-    """What the program always did, without an option."""
+    """The program's fixed behaviour, without an option."""
     yield from first_weights(old)
     yield To("optimizer", ("sgd",))
     yield To("momentum", ("0",))

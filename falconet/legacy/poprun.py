@@ -1,4 +1,4 @@
-"""`poprun`: Graphcore's launcher, its flags read as the originals used them, its processes started by torchrun."""
+"""`poprun`, with the flags of Graphcore's launcher; torchrun starts the processes."""
 
 import itertools
 import os
@@ -62,7 +62,7 @@ Example:
 
 @dataclass(kw_only=True)
 class Poprun:
-    """What poprun was asked for."""
+    """The arguments of a poprun line."""
 
     program: tuple[str, ...] = ()
     replicas: int = 0  # 0: as many as instances
@@ -121,7 +121,7 @@ def _run(asked: Poprun, *, say: Say) -> int:
 
 
 def read_poprun(argv: Sequence[str]) -> Poprun:
-    """What a poprun line asks for; the first word that is not a flag starts the program."""
+    """Parse a poprun line; the first word that is not a flag starts the program."""
     asked, words, unused = Poprun(), list(argv), []
     while words and words[0].startswith("-"):
         name, equals, value = words.pop(0).partition("=")
@@ -172,7 +172,7 @@ def _number(name: str, value: str, least: int = 1) -> int:
 
 
 def _hosts(name: str, value: str) -> tuple[str, ...]:
-    """`a,b`, or mpirun's `a:2,b:2`, whose slots are ignored: processes are divided evenly."""
+    """The hosts in `a,b` or mpirun's `a:2,b:2`, whose slots are ignored because processes are divided evenly."""
     hosts = tuple(re.sub(r":\d+$", "", host.strip()) for host in value.split(","))
     for host in hosts:
         if not re.fullmatch(r"[A-Za-z0-9_@%][A-Za-z0-9_.:@%-]*", host):
@@ -183,7 +183,7 @@ def _hosts(name: str, value: str) -> tuple[str, ...]:
 
 
 def _mpi(asked: Poprun, name: str, value: str) -> None:
-    """mpirun's arguments, as far as they have a meaning without it."""
+    """Parse mpirun's arguments, as far as they mean something without mpirun."""
     try:
         words = shlex.split(value)
     except ValueError as error:
@@ -218,7 +218,7 @@ def _mpi(asked: Poprun, name: str, value: str) -> None:
 
 
 def _cache(asked: Poprun, name: str, value: str) -> None:  # noqa: ARG001
-    """The originals compiled whole programs; here only Triton's kernels are. Empty: an unset shell variable."""
+    """Set the folder of compiled kernels; the originals compiled whole programs. Empty: an unset shell variable."""
     if value:
         asked.exported.setdefault(CACHE, value)
 
@@ -273,7 +273,7 @@ FLAGS = (*VALUED, *SWITCHES, *OF_THE_IPU, "--numa-aware")
 
 
 def with_script(program: Sequence[str], scripts: Collection[str]) -> tuple[tuple[str, ...], str | None]:
-    """A program with train.py added where Python has options of a script but no script, and a note about it.
+    """Add train.py to a line in which Python has a script's options but no script, and note that.
 
     One original's README prints its POD128 command like this. `scripts`: the files in the current folder.
     """
@@ -288,7 +288,7 @@ def with_script(program: Sequence[str], scripts: Collection[str]) -> tuple[tuple
 
 
 def job_of(asked: Poprun, variables: Mapping[str, str], *, division: Division) -> Job:
-    """What poprun was asked for, in torchrun's terms."""
+    """The arguments in torchrun's terms."""
     processes = division.processes
     before = [*(["--numa"] if asked.numa_aware else []), *(["--network", asked.network] if asked.network else [])]
     shown = None
@@ -331,9 +331,9 @@ def _port(text: str | None) -> int:
 
 
 def _division(asked: Poprun) -> tuple[Division, list[str]]:
-    """What is started, and a note if that is less than asked for: every host starts what all have devices for.
+    """The division that is started, which all hosts have devices for, and a note if it is less than requested.
 
-    The program knows how many replicas were asked for, and folds the missing ones into accumulation.
+    The program knows the requested number of replicas, and folds the missing ones into accumulation.
     """
     recipe = Asked(replicas=asked.replicas, accumulation=1, stages=asked.stages)
     whole = Division(asked.replicas, 1, asked.stages)
@@ -362,7 +362,7 @@ def _counted(asked: Poprun, remote: Sequence[str], what: str) -> dict[str, int]:
 
 
 def _exported(asked: Poprun, variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are carried to the hosts, where they are set."""
+    """The variables to carry to the hosts, if they are set."""
     exported = {name: variables.get(name) if value is None else value for name, value in asked.exported.items()}
     return {name: value for name, value in exported.items() if value is not None}
 
@@ -375,7 +375,7 @@ def _is_for_cpu(asked: Poprun) -> bool:
 
 
 def _notes(asked: Poprun) -> list[str]:
-    """What was asked for and has no effect."""
+    """Notes about arguments without an effect."""
     notes = [f"-x {name}: not set here" for name, value in asked.exported.items() if _is_missing(name, value)]
     if asked.numa_aware and all(map(is_here, asked.hosts)) and len(hosts.numa_nodes()) < 2:
         notes.append("--numa-aware: no effect, this host has one NUMA node")

@@ -1,7 +1,7 @@
 """The originals' programs: each translates its command line and runs `falconet` with the conventions of its users.
 
 `python -m falconet.legacy.programs pytorch train ...` runs a canonical line in the same way; the other names are
-`tensorflow` and `popart`. The workers of a translated run are started so: `tensorflow:train.py`, then the options that
+`tensorflow` and `popart`. The workers of a translated run start with `tensorflow:train.py`, then the options that
 were typed, as JSON, before the command.
 """
 
@@ -31,7 +31,7 @@ SHOW = "--show-translation"
 
 
 def main(program: str, script: str, argv: Sequence[str] | None = None) -> int:
-    """Run one of the originals' programs, whose file `script` lies beside its configs.yml; returns the exit code."""
+    """Run one of the originals' programs, whose file `script` is beside its configs.yml; return the exit code."""
     words, ours = _split(list(sys.argv[1:] if argv is None else argv))
     name = Path(script).name if Path(script).stem != "__main__" else Path(script).resolve().parent.name
     cli.show_any_name()
@@ -69,7 +69,7 @@ def run(program: str, script: str, argv: Sequence[str] | None = None) -> NoRetur
 
 
 def gc_info() -> NoReturn:
-    """`gc-info -l`, with any flags: list what this machine has."""
+    """`gc-info -l`, with any flags: list this machine's devices and facts."""
     cli.end(cli.main(["doctor"]))
 
 
@@ -102,7 +102,7 @@ def canonical(argv: Sequence[str] | None = None) -> int:
 
 
 def _conventions(name: str, *, called: str | None, stored: Mapping[str, object] | None) -> Conventions:
-    """Those of the original that was called, for a user who typed these options; workers get both on their line."""
+    """The conventions of the original that was called, with the typed options; workers get both on their line."""
     known = CONVENTIONS[name]
     if called is not None:
         program = ("-m", "falconet.legacy.programs", f"{name}:{called}")
@@ -119,7 +119,7 @@ def _require(needs: Sequence[Needs]) -> None:
 
 
 def _overruled(asked: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[str]:
-    """Variables that are set already and so take precedence over what the line asks for."""
+    """Notes about variables that are already set and so take precedence over the command line."""
     for variable, value in asked.items():
         found = environment.get(variable)
         if found and found != value:

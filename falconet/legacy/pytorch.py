@@ -21,14 +21,14 @@ _FIRST = ("resnet50", "SYNC", "1")
 
 
 def own(old: Values) -> Iterable[Effect]:
-    """What the trainer always did, without an option."""
+    """The trainer's fixed behaviour, without an option."""
     yield from first_weights(old)
     require_partners(old)
     yield To("checkpoints-kept", ("all",))  # the original removed none
 
 
 def require_partners(old: Values) -> None:
-    """Its cutmix needed three images, four with mixup: an image's partner is the second before it."""
+    """Refuse fewer than three images for cutmix, or four with mixup: an image's partner is the second before it."""
     low, high, mixes = (old.number(f"--{name}") for name in ("cutmix-lambda-low", "cutmix-lambda-high", "mixup-alpha"))
     size, least = old.whole("--micro-batch-size"), 4 if mixes else 3
     if (low, high) not in ((0, 0), (1, 1)) and size < least:
@@ -37,7 +37,7 @@ def require_partners(old: Values) -> None:
 
 
 def samples(old: Values) -> Iterable[Effect]:
-    """The sample photos, which `make get-data` puts beside the program's folder."""
+    """The folder of sample photos, which `make get-data` puts beside the program's folder."""
     above = old.place.folder.parent if old.place.folder else Path()
     folder = above / "data" / "images"
     yield To("data", ("folder",))
@@ -77,7 +77,7 @@ def strategy(old: Values) -> Iterable[Effect]:
 
 
 def served_test(old: Values) -> Iterable[Effect]:
-    """Run one of the originals' tests, by the name that pytest gave it; what -k leaves open is noted."""
+    """The effects of running one of the originals' tests by its pytest name; choices that -k leaves open are noted."""
     expression = old.text("-k") if old.has("-k") else ""
     found = {name: set(pattern.findall(expression)) for name, pattern in _SERVED.items()}
     if expression and not found["model"]:

@@ -1,4 +1,4 @@
-"""The options of the PyTorch program's train.py, of which its other programs share some."""
+"""The options of the PyTorch program's train.py, some of which its other programs share."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -103,7 +103,7 @@ def training_data(old: Values) -> Iterable[Effect]:
 
 
 def _data(old: Values) -> str:
-    """Compiling alone needs no images."""
+    """The data; compiling alone needs no images."""
     return "generated" if old.flag("--compile-only") and old.text("--data") != "synthetic" else old.text("--data")
 
 
@@ -123,7 +123,7 @@ def use_boxes(old: Values) -> Iterable[Effect]:
 
 
 def normalization(old: Values) -> Iterable[Effect]:
-    """On the host; 8-bit images are normalised on the device."""
+    """The place of normalisation: the host, except that 8-bit images are normalised on the device."""
     place = {"ipu": "device"}.get(old.text("--normalization-location"), old.text("--normalization-location"))
     if place == "host" and old.flag("--eight-bit-io"):
         place = "device"
@@ -256,7 +256,7 @@ def validation_mode(old: Values) -> Iterable[Effect]:
 
 
 def checkpoint_input(old: Values) -> Iterable[Effect]:
-    """Where the validation after training looks for checkpoints; empty, the default, means the last weights."""
+    """The folder of checkpoints for the validation after training; empty, the default, means the last weights."""
     folder = old.text("--checkpoint-input-path") if old.has("--checkpoint-input-path") else ""
     if not folder:
         return
@@ -273,7 +273,7 @@ def checkpoint_input(old: Values) -> Iterable[Effect]:
 
 
 def checkpoint_output(old: Values) -> Iterable[Effect]:
-    """Empty is the original's default."""
+    """The folder of checkpoints; the original's default is empty."""
     if old.given("--checkpoint-output-path") and old.text("--checkpoint-output-path"):
         yield To("checkpoint-output-path", (old.text("--checkpoint-output-path"),))
 

@@ -37,7 +37,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Needs:
-    """A folder that must be there before the line runs, and how to get it."""
+    """A folder that must exist before the line runs, and how to get it."""
 
     folder: Path
     how: str
@@ -48,7 +48,7 @@ Effect = To | Note | Variable | Needs
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where an old line was typed, and what it depends on there."""
+    """The place where an old line was typed, and the files and variables that it depends on there."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None  # of the program
@@ -57,17 +57,17 @@ class Place:
 
 
 class Values:
-    """The values of an old line by option: what was typed, otherwise the program's default."""
+    """The values of an old line by option: typed values, otherwise the program's defaults."""
 
     def __init__(self, options: Mapping[str, "Old"], given: Mapping[str, tuple[str, ...]], place: Place) -> None:
         self._options, self._given, self.place = options, given, place
 
     def given(self, *names: str) -> bool:
-        """Whether one of these was typed, or is in the config."""
+        """Whether one of these options was typed, or is in the config."""
         return any(name in self._given for name in names)
 
     def has(self, name: str) -> bool:
-        """Whether it was typed, is in the config, or has a default."""
+        """Whether the option was typed, is in the config, or has a default."""
         return bool(self.texts(name))
 
     def flag(self, name: str) -> bool:
@@ -139,7 +139,7 @@ class Old:
 
 @dataclass(frozen=True, kw_only=True)
 class OfModel:
-    """What the help of a program shows for the model that was typed."""
+    """The options and defaults that a program's help shows for the typed model."""
 
     title: str
     options: tuple[str, ...]  # which only this model has
@@ -165,7 +165,7 @@ class Program:
 
     @property
     def rows(self) -> tuple[Old, ...]:
-        """Its options, and the words that belong to none."""
+        """The program's options, and the words that belong to none."""
         return (*self.options, self.word) if self.word else self.options
 
     @property
@@ -269,7 +269,7 @@ def check_value(option: Old, values: tuple[str, ...], *, spelled: str) -> tuple[
 
 
 def expected(option: Old) -> str:
-    """What an option takes, in words."""
+    """A phrase for the values that an option takes."""
     if option.choices:
         return " or ".join(option.choices)
     return {"whole": "a whole number", "number": "a number", "text": "text", "flag": "nothing"}[option.kind]

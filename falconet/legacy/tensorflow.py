@@ -43,7 +43,7 @@ _Holds = Callable[[Values], bool]
 
 
 def training(old: Values) -> Iterable[Effect]:
-    """What a training always sets, and notes on unused options."""
+    """The effects that a training run always has, and notes on unused options."""
     refuse_other_families(old)
     yield from own(old)
     # As many as the original; a short run on random images, by --iterations alone, validates a tenth of its own.
@@ -53,13 +53,13 @@ def training(old: Values) -> Iterable[Effect]:
 
 
 def predicting(old: Values) -> Iterable[Effect]:
-    """What predictions always set."""
+    """The effects that predictions always have."""
     refuse_other_families(old)
     yield from own(old)
 
 
 def of_other_families(old: Values) -> dict[str, str]:
-    """The options of the models that were not chosen, which the original did not know, and whose they are."""
+    """The options of other models than the chosen one, which the original refused, each with its model's family."""
     chosen = tensorflow_facts.family(old)
     return {name: family for family, names in OF_FAMILY.items() if family != chosen for name in names}
 
@@ -71,7 +71,7 @@ def refuse_other_families(old: Values) -> None:
 
 
 def of_model(old: Values) -> OfModel:
-    """The options of the chosen model; --group-dim and --groups are those of several."""
+    """The options of the chosen model; several models have --group-dim and --groups."""
     kind = tensorflow_facts.family(old)
     shared = () if kind in ("resnet", "squeezenet") else ("--group-dim",)
     return OfModel(
@@ -103,7 +103,7 @@ def _by_updates_alone(old: Values) -> bool:
 
 
 def _has_norm(old: Values, *, batch: bool) -> bool:
-    """A model without norms is noted elsewhere."""
+    """Whether the model has the norm, or has none, which is noted elsewhere."""
     return tensorflow_facts.family(old) == "squeezenet" or tensorflow_facts.uses_batch_norm(old) is batch
 
 
@@ -164,7 +164,7 @@ def train_command(old: Values) -> str:
 
 
 def validation_command(old: Values) -> str:
-    """Without a checkpoint it measured a model with random weights: the inference benchmark."""
+    """The canonical command: without a checkpoint, the program measured a model with random weights."""
     if old.flag("--dataset-benchmark"):
         return "data bench"
     return "validate" if old.has("--restore-path") else "bench infer"
@@ -192,7 +192,7 @@ def clients(old: Values) -> Iterable[Effect]:
 
 
 def repeats(old: Values) -> Iterable[Effect]:
-    """Passes of a validation without a checkpoint, which measures speed."""
+    """The passes of a validation without a checkpoint, which measures speed."""
     if not old.has("--restore-path"):
         yield from passes(old)
     elif old.whole("--repeat") > 1:
@@ -200,7 +200,7 @@ def repeats(old: Values) -> Iterable[Effect]:
 
 
 def copies(old: Values) -> int:
-    """Devices that predict: each shard was another whole replica. A launcher's number takes precedence."""
+    """The number of predicting devices: each shard was another whole replica. A launcher's number takes precedence."""
     return tensorflow_facts.replicas(old) * (1 if old.place.replicas else old.whole("--shards"))
 
 
@@ -210,26 +210,26 @@ def predictors(old: Values) -> Iterable[Effect]:
 
 
 def memory_share(old: Values) -> Iterable[Effect]:
-    """For a whole model, the largest share that convolutions had in any stage."""
+    """The share for a whole model: the largest that convolutions had in any stage."""
     if old.has("--available-memory-proportion"):
         share = max(old.numbers("--available-memory-proportion")[::2])
         yield To("available-memory-proportion", (short(share),))
 
 
 def passes(old: Values) -> Iterable[Effect]:
-    """That many passes over the validation images, each of which ends after a few seconds."""
+    """The given number of passes over the validation images, each of which ends after a few seconds."""
     yield To("iterations", (str(_batches(old)),))
     yield To("repeat", (old.text("--repeat"),))
     yield To("seconds", (PASS_SECONDS,))
 
 
 def _batches(old: Values) -> int:
-    """Of one pass over the validation images."""
+    """The batches of one pass over the validation images."""
     return ceil(VALIDATION_IMAGES[tensorflow_facts.dataset(old)] / (tensorflow_facts.micro_batch(old) * copies(old)))
 
 
 def shared_passes(old: Values) -> Iterable[Effect]:
-    """The same; several threads divide the batches of all passes."""
+    """The same passes; several threads divide their batches."""
     if _threads(old) == 1:
         yield from passes(old)
     else:
@@ -237,7 +237,7 @@ def shared_passes(old: Values) -> Iterable[Effect]:
 
 
 def valid_batch(old: Values) -> Iterable[Effect]:
-    """The batch of the checkpoints' validation, or of the predictions that are measured without one."""
+    """The batch of a checkpoint's validation, or of predictions that are measured without one."""
     if old.has("--valid-batch-size"):
         option = "validation-batch-size" if old.has("--restore-path") else "micro-batch-size"
         yield To(option, (old.text("--valid-batch-size"),))

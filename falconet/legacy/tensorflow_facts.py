@@ -1,4 +1,4 @@
-"""What the TensorFlow program computes from several options: data, model, batch, epochs, learning rate."""
+"""Facts that the TensorFlow program derives from several options: data, model, batch, epochs, learning rate."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def family(old: Values) -> str:
 
 
 def dataset(old: Values) -> str:
-    """Given, or guessed from the folder's name."""
+    """The dataset: given, or guessed from the folder's name."""
     if old.has("--dataset"):
         return old.text("--dataset")
     folder = data_dir(old) or ""
@@ -151,24 +151,24 @@ def length(old: Values) -> float:
 
 
 def updates(old: Values) -> int | None:
-    """The length of training in updates, where it is not one in epochs."""
+    """The length of training in updates, unless it is given in epochs."""
     return None if _is_one_epoch(old) or not old.has("--iterations") else old.whole("--iterations")
 
 
 def updates_per_epoch(old: Values) -> int:
-    """From the numbers of images that the program assumes."""
+    """The updates per epoch, from the numbers of images that the program assumes."""
     if _is_one_epoch(old):
         return old.whole("--iterations")
     return max(1, images(old) // total_batch(old))
 
 
 def _is_one_epoch(old: Values) -> bool:
-    """Random data with --iterations alone is one epoch of that many updates."""
+    """Whether training is one epoch of --iterations updates, as with random data and --iterations alone."""
     return is_random(old) and old.has("--iterations") and not old.has("--epochs")
 
 
 def base_exponent(old: Values) -> float:
-    """x of the learning rate 2**x times the total batch."""
+    """The x in the learning rate, 2**x times the total batch."""
     if old.has("--base-learning-rate"):
         return old.number("--base-learning-rate")
     if not is_imagenet(old):
@@ -222,7 +222,7 @@ def rmsprop_decay(old: Values) -> float:
 
 
 def weight_decay(old: Values) -> float:
-    """LARS has its own option, whose documented default is the common one."""
+    """The weight decay; LARS has its own option, whose documented default is the common one."""
     names = ("--lars-weight-decay", "--weight-decay") if optimiser(old) == "LARS" else ("--weight-decay",)
     for name in names:
         if old.has(name):
@@ -233,7 +233,7 @@ def weight_decay(old: Values) -> float:
 
 
 def smoothing(old: Values) -> float:
-    """The original's s gives every other class s / (C - 1), ours gives all s / C: equal for our s x C / (C - 1)."""
+    """The smoothing: the original's s gives other classes s / (C - 1) each, ours r all r / C: r = s x C / (C - 1)."""
     asked = old.number("--label-smoothing")
     if not asked and family(old) == "efficientnet" and is_imagenet(old):
         asked = 0.1
@@ -257,7 +257,7 @@ def groups(old: Values) -> int:
 
 
 def rounds_stochastically(old: Values) -> bool:
-    """By the switch, or the choice that replaced it in SDK 2.5."""
+    """Whether rounding is stochastic, by the switch or by the choice that replaced it in SDK 2.5."""
     return not old.flag("--no-stochastic-rounding") and old.text("--stochastic-rounding") != "OFF"
 
 
@@ -280,7 +280,7 @@ def settled(old: Values) -> dict[str, object]:
 
 
 def network(old: Values) -> Network:
-    """What the names of the model's variables depend on."""
+    """The facts on which the names of the model's variables depend."""
     model(old)  # refuses an unknown size
     return Network(
         family=family(old),

@@ -1,4 +1,4 @@
-"""The TensorFlow program's options of the machine: precision, replicas, pipeline, device."""
+"""The TensorFlow program's options about the machine: precision, replicas, pipeline, device."""
 
 from collections.abc import Iterable
 
@@ -105,7 +105,7 @@ def compile_only(old: Values) -> Iterable[Effect]:
 
 
 def memory_shares(old: Values) -> Iterable[Effect]:
-    """One, or two per stage, for convolutions and matrix products; another number is refused, as in the original."""
+    """Shares for convolutions and matrix products: one, or two per stage; the original too refused other numbers."""
     shares, shards = old.numbers("--available-memory-proportion"), old.whole("--shards")
     several = 2 * shards if old.flag("--pipeline") else 1
     if shares and len(shares) not in (1, several):
@@ -116,7 +116,7 @@ def memory_shares(old: Values) -> Iterable[Effect]:
 
 
 def half_partials(old: Values) -> Iterable[Effect]:
-    """No effect in full precision; the newest release of the original ignored it there too."""
+    """Partial sums in half precision; in full precision without effect, as in the newest release of the original."""
     if old.flag("--enable-half-partials") and old.text("--precision") != "32.32":
         yield To("half-partial")
     elif old.flag("--enable-half-partials"):
@@ -144,7 +144,7 @@ def distributed(old: Values) -> Iterable[Effect]:
 
 
 def in_a_row(old: Values) -> Iterable[Effect]:
-    """Only where it was asked for: by default Ctrl-C would wait for hundreds of updates."""
+    """Updates in a row, only on request: with the original's default, Ctrl-C would wait for hundreds of updates."""
     if old.given("--batches-per-step"):
         yield To("device-iterations", (old.text("--batches-per-step"),))
 

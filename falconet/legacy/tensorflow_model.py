@@ -1,4 +1,4 @@
-"""The TensorFlow program's options of model and data."""
+"""The TensorFlow program's options about model and data."""
 
 from collections.abc import Iterable
 
@@ -20,7 +20,7 @@ def model(old: Values) -> Iterable[Effect]:
 
 
 def own(old: Values) -> Iterable[Effect]:
-    """What it always did, without an option: resizing, padding, initial weights; a SqueezeNet has ours."""
+    """The program's fixed behaviour: resizing, padding, initial weights; for a SqueezeNet, ours."""
     if tensorflow_facts.is_imagenet(old) and not tensorflow_facts.is_random(old):
         yield To("no-antialias")
     kind = tensorflow_facts.family(old)
@@ -111,7 +111,7 @@ def mixing(old: Values) -> Iterable[Effect]:
 
 
 def _cutmix(share: float, *, version: str) -> Iterable[Effect]:
-    """Version 2 has a fixed share. Version 1 skips some batches; otherwise it draws 1 + ln(U)/4, U from e**-4 to 1."""
+    """Cutmix: version 2 has a fixed share; version 1 skips some batches or draws 1 + ln(U)/4, U from e**-4 to 1."""
     if version == "2":
         yield To("cutmix-lambda-low", (short(share),))
         yield To("cutmix-lambda-high", (short(share),))
@@ -127,9 +127,9 @@ def eight_bit(old: Values) -> Iterable[Effect]:
 
 
 def normalisation_place(old: Values) -> Iterable[Effect]:
-    """On the device by default; on the host if asked for, without 8-bit images and the fused step.
+    """The place of normalisation: the device; on request the host, without 8-bit images and the fused step.
 
-    Images of CIFAR were always standardised on the host, before they were shifted.
+    CIFAR's images were always standardised on the host, before they were shifted.
     """
     asked = old.flag("--hostside-norm") or _is_standardised(old)
     on_host = asked and not old.flag("--eight-bit-io") and not old.flag("--fused-preprocessing")
@@ -137,7 +137,7 @@ def normalisation_place(old: Values) -> Iterable[Effect]:
 
 
 def normalise(old: Values) -> Iterable[Effect]:
-    """Without it, only ImageNet's mean is subtracted; images of CIFAR are always standardised one by one."""
+    """Normalisation: without the option, only ImageNet's mean is subtracted; CIFAR's images are always standardised."""
     if _is_standardised(old):
         yield To("normalization", ("image",))
         if old.given("--normalise-input"):
@@ -168,7 +168,7 @@ def percentage(old: Values) -> Iterable[Effect]:
 
 
 def valid_preprocessing(old: Values) -> Iterable[Effect]:
-    """Without it, ImageNet's crops are drawn as by TensorFlow's sample_distorted_bounding_box."""
+    """Crops: without the option, ImageNet's are drawn as by TensorFlow's sample_distorted_bounding_box."""
     if old.flag("--train-with-valid-preprocessing"):
         yield To("augment", ("none",))
     elif tensorflow_facts.is_imagenet(old) and not tensorflow_facts.is_random(old):

@@ -1,4 +1,4 @@
-"""The TensorFlow program's options of what a run leaves: checkpoints, averages, logs."""
+"""The TensorFlow program's options about checkpoints, averages and logs."""
 
 from collections.abc import Iterable
 from math import ceil
@@ -38,7 +38,7 @@ def validation(old: Values) -> Iterable[Effect]:
 
 
 def averaging(old: Values) -> Iterable[Effect]:
-    """The first average, exponential ones before means, and all others by --weight-avg-also."""
+    """The averages: one as --weight-avg-strategy, exponential before mean, and all others as --weight-avg-also."""
     decays, epochs = old.texts("--weight-avg-exp"), old.texts("--weight-avg-N")
     if decays:
         yield To("weight-avg-strategy", ("exponential",))
@@ -60,7 +60,7 @@ def logs(old: Values) -> Iterable[Effect]:
 
 
 def run_folder(old: Values) -> Iterable[Effect]:
-    """The run folder itself, or where run folders go."""
+    """The run folder itself, or the folder for run folders."""
     if old.flag("--no-logs"):
         yield To("temporary")
         return
@@ -74,7 +74,7 @@ def run_folder(old: Values) -> Iterable[Effect]:
 
 
 def log_all(old: Values) -> Iterable[Effect]:
-    """Any text meant yes."""
+    """The option to log all; any text meant yes."""
     if old.has("--log-all-instances"):
         yield Variable(ALL_HOSTS, "1")
 

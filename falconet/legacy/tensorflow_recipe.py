@@ -1,4 +1,4 @@
-"""The TensorFlow program's options of training: length, batch, optimizer, learning rate."""
+"""The TensorFlow program's options about training: length, batch, optimizer, learning rate."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ def batch_size(old: Values) -> Iterable[Effect]:
 
 
 def epochs(old: Values) -> Iterable[Effect]:
-    """A restored run drops a length in updates."""
+    """The length in epochs; a restored run drops a length in updates."""
     if tensorflow_facts.updates(old) is None:
         yield To("epoch", (short(tensorflow_facts.length(old)),))
         if old.has("--restore-path"):
@@ -30,7 +30,7 @@ def iterations(old: Values) -> Iterable[Effect]:
 
 
 def learning_rate(old: Values) -> Iterable[Effect]:
-    """2**x times the total batch. A warm-up longer than training is cut off at its end, at the rate reached."""
+    """The rate, 2**x times the total batch. A warm-up longer than training is cut off where training ends."""
     rate, warm, whole = tensorflow_facts.peak(old), tensorflow_facts.warmup(old), tensorflow_facts.length(old)
     if warm > whole and tensorflow_facts.updates(old) is None:
         reached = short(rate * whole / warm)

@@ -1,4 +1,4 @@
-"""The TensorFlow program's variables and our weights: parts of variables' names become patterns of our names."""
+"""Translation of parts of the TensorFlow program's variable names to patterns of our weights' names."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ _MOVING = (("moving_mean", "running_mean"), ("moving_variance", "running_var"))
 
 
 class Network(NamedTuple):
-    """What a model's variables depend on."""
+    """The facts on which a model's variables depend."""
 
     family: str
     size: str  # as the program spells it
@@ -25,14 +25,14 @@ class Network(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Our weights that the fragments name, and the fragments that name none."""
+    """The weights that fragments name, and the fragments that name none."""
 
     weights: frozenset[str]
     unknown: tuple[str, ...]
 
 
 def find(network: Network, fragments: Sequence[str]) -> Found:
-    """A fragment names every variable that contains it; SDK 2.1's names are tried first, then SDK 2.5's."""
+    """Find the variables that contain each fragment, first among SDK 2.1's names, then among SDK 2.5's."""
     tables = [dict(_variables(network, release)) for release in _RELEASES]
     weights: set[str] = set()
     unknown = []
@@ -44,12 +44,12 @@ def find(network: Network, fragments: Sequence[str]) -> Found:
 
 
 def weights_of(network: Network) -> list[str]:
-    """Every weight of ours, and every statistic of batch norm, in the order of execution."""
+    """All weights, and all statistics of batch norm, in the order of execution."""
     return [ours for _, ours in _variables(network, _RELEASES[0])]
 
 
 def meant(network: Network, fragment: str) -> str:
-    """What an unknown fragment probably means."""
+    """A suggestion for an unknown fragment."""
     names = [name for name, _ in _variables(network, _RELEASES[0])]
     parts = dict.fromkeys(part for name in names for part in (*name.removesuffix(":0").split("/"), *_scopes(name)))
     return did_you_mean(fragment, list(parts)) or f"; expected a part of a name such as {names[0]} or {names[-1]}"
@@ -65,7 +65,7 @@ def patterns(chosen: Collection[str], *, every: Sequence[str]) -> tuple[str, ...
 
 
 def _by_layer(chosen: set[str], every: Sequence[str], inside: str = "") -> tuple[str, ...]:
-    """Whole layers where all of their weights are chosen, otherwise the parts of them."""
+    """Patterns of whole layers if all of their weights are chosen, otherwise of their parts."""
     parts = dict.fromkeys(name[len(inside) :].partition("/")[0] for name in every if name.startswith(inside))
     found: list[str] = []
     for part in parts:
@@ -79,7 +79,7 @@ def _by_layer(chosen: set[str], every: Sequence[str], inside: str = "") -> tuple
 
 
 def _by_ending(chosen: set[str], every: Sequence[str]) -> tuple[str, ...]:
-    """Common ends of names (.*bn1, .*bn1/bias), and the rest by layer."""
+    """Patterns of common ends of names (.*bn1, .*bn1/bias), and the rest by layer."""
     found, left = [], set(chosen)
     for depth in (1, 0):  # endings of layers, then of weights
         for ending in dict.fromkeys(_ending(name, depth) for name in every):
@@ -110,13 +110,13 @@ def _matched(found: Sequence[str], every: Sequence[str]) -> set[str]:
 
 
 def _scopes(name: str) -> list[str]:
-    """`batch_norm/beta` of a longer name, and its first two scopes after `all`."""
+    """The parts of a variable's name: `batch_norm/beta` at its end, and its first two scopes after `all`."""
     parts = name.removesuffix(":0").split("/")
     return ["/".join(parts[-2:]), "/".join(parts[1:3])]
 
 
 class _Release(NamedTuple):
-    """How one release named things; `{}`: the number of a layer in its block, 0 in the stem, `sc` of a shortcut."""
+    """The names in one release; `{}`: the number of a layer in its block, 0 in the stem, `sc` in a shortcut."""
 
     stem: str
     block: str  # of stage and block, from 0
@@ -137,7 +137,7 @@ _RELEASES = (
 
 
 def _variables(network: Network, release: _Release) -> Iterator[tuple[str, str]]:
-    """(their name, ours), each weight once."""
+    """Pairs of the program's name and ours, each weight once."""
     families = {"efficientnet": _efficientnet, "squeezenet": _squeezenet}
     for name, ours in families.get(network.family, _resnet)(network, release):
         yield f"all/{re.sub('/+', '/', name)}:0", ours
@@ -185,7 +185,7 @@ def _efficientnet(network: Network, release: _Release) -> Iterator[tuple[str, st
 
 
 def _squeezenet(network: Network, release: _Release) -> Iterator[tuple[str, str]]:
-    """Ours have biases, which belong to the kernels."""
+    """The variables of a SqueezeNet; our biases count with the kernels."""
     layers = {"initialconv/conv": "features/0"}
     for fire, ours in SQUEEZENET.items():
         if fire.startswith("fire"):
@@ -203,7 +203,7 @@ def _squeezenet(network: Network, release: _Release) -> Iterator[tuple[str, str]
 def _layer(
     network: Network, release: _Release, scope: str, number: str, *, conv: str, norm: str
 ) -> Iterator[tuple[str, str]]:
-    """A convolution and its norm."""
+    """The variables of a convolution and its norm."""
     yield f"{scope}/{release.conv.format(number)}/{release.kernel}", f"{conv}/weight"
     kind = {"norm": "batch_norm", "scope": "bn"} if network.batch_norm else {"norm": "GroupNorm", "scope": "gn"}
     where = f"{scope}/{release.norm.format(number, **kind)}"

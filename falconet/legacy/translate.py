@@ -1,4 +1,4 @@
-"""A line of an original, read as its argparse read it, and translated into a canonical one."""
+"""Translation of an original's command line, parsed as argparse parsed it, into a canonical one."""
 
 import difflib
 import re
@@ -45,7 +45,7 @@ Given = dict[str, tuple[str, ...]]  # by the option's first name
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """A canonical command line, with notes on what is different."""
+    """A canonical command line, with notes on the differences."""
 
     command: str  # one or two words
     settings: tuple[Setting, ...]
@@ -60,13 +60,13 @@ class Translation:
         return [*self.command.split(), *(word for setting in self.settings for word in setting.argv())]
 
     def line(self, more: Sequence[str] = ()) -> str:
-        """The same for a shell, with the variables it needs, and `more` words after it."""
+        """The command line for a shell, with its variables before and `more` words after it."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(["falconet", *self.argv(), *more])])
 
 
 def translate(program: str, argv: Sequence[str], *, place: Place = _HERE) -> Translation:
-    """Translate a line of an original's program, such as `tf1:train.py`; what is typed overrides its named config."""
+    """Translate a line of an original's program, such as `tf1:train.py`; typed options override its named config."""
     own = program_named(program)
     typed = from_line(own, argv, others=_others(own))
     return _translated(own, _Asked(typed=typed, config=_config(own, typed, place)), place)
@@ -88,7 +88,7 @@ def program_named(name: str) -> Program:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """Old options that were typed, and those of the named config, which they override."""
+    """Typed options, and those of the named config, which they override."""
 
     typed: Given
     config: Given
@@ -105,7 +105,7 @@ class _Asked:
 
 
 def _others(own: Program) -> list[Program]:
-    """Programs whose options may have been meant: those of the same dialect first, trainers before the rest."""
+    """The programs whose options may have been meant: first those of the same dialect, trainers before the rest."""
     others = (program for program in PROGRAMS.values() if program is not own and program.dialect in TITLES)
     return sorted(others, key=lambda one: (one.dialect != own.dialect, one not in TRAINERS))
 
@@ -181,7 +181,7 @@ def _is_whole(own: Program, command: str) -> bool:
 
 
 def _in_old_words(message: str, typed: Sequence[Old]) -> str:
-    """An error, preceded by the name that was typed where the canonical option has another one."""
+    """An error, preceded by the typed name if the canonical option has another one."""
     name = message.removeprefix("--").partition(":")[0]
     meant = [option for option in typed if name in option.new]
     if any(f"--{name}" in option.names for option in typed) or not meant:
@@ -201,7 +201,7 @@ def _needed(
     command: type[object],
     requested: Mapping[str, Sequence[tuple[str, ...]]],
 ) -> dict[str, Setting]:
-    """The settings without defaults, and without parts of options that have no effect here."""
+    """The settings without defaults and without parts of options that have no effect here."""
     changed = {
         name: setting
         for name, setting in settings.items()
@@ -335,7 +335,7 @@ def _unknown(
 
 
 def _named_here(foreign: Old, program: Program) -> list[str]:
-    """The options of a program that set what another program's sets first."""
+    """The options of a program that set the same canonical option as another program's option."""
     return [option.name for option in program.options if set(option.new) & set(foreign.new[:1])]
 
 
@@ -344,7 +344,7 @@ def _whose(other: Program, program: Program) -> str:
 
 
 def _canonical(names: Iterable[str], program: Program) -> str:
-    """How to give the first of these that the program's command has."""
+    """The canonical spelling of the first of these options that the program's command has."""
     schema = COMMANDS.get(command_without_options(program))
     own = [name for name in names if schema and name in options_of(schema)]
     return f"; Falconet's option goes after a lone --: -- --{own[0]}" if own else ""
@@ -358,7 +358,7 @@ def command_without_options(program: Program) -> str:
 
 
 class _Texts(Unrepeated, yaml.SafeLoader):
-    """Every scalar as text, so that 16.16 stays 16.16; `<<` still merges, because the originals' files use it."""
+    """Keeps scalars as text, so that 16.16 stays 16.16, but merges `<<`, because the originals' files use it."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012, PyYAML's own way
         "<": [("tag:yaml.org,2002:merge", re.compile("<<"))]

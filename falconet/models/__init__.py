@@ -1,1 +1,1 @@
-"""Values in, nn.Module out."""
+"""Models: options in, nn.Module out."""

@@ -1,8 +1,8 @@
-"""Whether batch norm's running statistics fit the data: one batch shows what loading weights cannot.
+"""A check of batch norm's running statistics against one batch, which finds faults that loading weights cannot.
 
-Weights load without a fault even if pixels are now scaled otherwise than in their training, or if a shortcut adds its
-zero channels on the other side. The thresholds lie between what right networks show on photos, digits and a single
-class, and what those two faults show: 6 public networks, docs/maintaining/log.md.
+Weights load without an error even if pixels are scaled differently than in their training, or if a shortcut adds its
+zero channels on the other side. The thresholds are between the values that correct networks show on photos, digits and
+a single class, and the values with those two faults: 6 public networks, docs/maintaining/log.md.
 """
 
 import math
@@ -18,14 +18,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from falconet.models import resnet
 
 SCALE = math.log(3)  # of the variances; 0.9 at most on other data, 1.4 at least with other pixels
-UNEVEN = 1 / 3  # of it: other data changes some channels more than others, another scale all alike
+UNEVEN = 1 / 3  # of it: other data changes some channels more than others, another scale changes all alike
 FITS = 0.06  # nats of divergence before shortcuts that add channels: at most 0.045 on photos; more on other data
 BETTER = 1.5  # times less divergence after them, on the right side: 1.6 to 57 measured
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """What about the data or the model is not as it was when the statistics were made."""
+    """A difference between the data or the model now and when the statistics were made."""
 
     what: Literal["pixels", "shortcuts"]
     text: str
@@ -55,7 +55,7 @@ def misfit(model: nn.Module, run: Callable[[], object]) -> Misfit | None:
 
 
 def _passed(model: nn.Module, run: Callable[[], object]) -> tuple[list[_Seen], int]:
-    """Every layer's input in the order of the pass, and the number of layers before a shortcut adds channels."""
+    """Every layer's input in forward order, and the number of layers before a shortcut adds channels."""
     seen: list[_Seen] = []
     padded: list[int] = []
     handles = []
@@ -74,7 +74,7 @@ def _passed(model: nn.Module, run: Callable[[], object]) -> tuple[list[_Seen], i
 
 
 def _other_pixels(seen: list[_Seen]) -> Misfit | None:
-    """Whether the first layer sees the images of training on another scale."""
+    """The misfit of a first layer that sees images on another scale than in training."""
     if not seen or abs(seen[0].scale) < SCALE or seen[0].spread > UNEVEN * abs(seen[0].scale):
         return None
     factor, size = math.exp(abs(seen[0].scale) / 2), "larger" if seen[0].scale > 0 else "smaller"
@@ -84,7 +84,7 @@ def _other_pixels(seen: list[_Seen]) -> Misfit | None:
 
 
 def _other_side(model: nn.Module, run: Callable[[], object], seen: list[_Seen], padded: int) -> Misfit | None:
-    """Whether zero channels on the other side would fit better, on data that fits the layers before them."""
+    """The misfit if zero channels on the other side would fit better, on data that fits the earlier layers."""
     if not 0 < padded < len(seen) or _divergence(seen[:padded]) > FITS:
         return None
     side = resnet.side_of_zeros(model)
@@ -100,7 +100,7 @@ def _other_side(model: nn.Module, run: Callable[[], object], seen: list[_Seen], 
 
 
 def _has_statistics(layer: _BatchNorm) -> bool:
-    """Whether it was trained: a new layer has a mean of 0 and a variance of 1."""
+    """Whether a layer was trained: a new one has a mean of 0 and a variance of 1."""
     return layer.running_mean is not None and bool(layer.running_mean.any())
 
 

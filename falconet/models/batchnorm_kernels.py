@@ -1,7 +1,7 @@
 """Batch norm, a residual sum and an activation for channels-last memory in Triton, in two passes each way.
 
-Sums walk the table from its end, which the convolution before wrote last and the cache still holds; the pass after them
-walks from its start, which the sums read last. Every program adds the tiles p, p + P, p + 2 P, ..., and a small kernel
+Sums walk the table from its end, which the preceding convolution wrote last and the cache still holds; the next pass
+walks from its start, which the sums read last. Program p adds the tiles p, p + P, p + 2 P, ..., and a small kernel
 merges the programs' sums in a fixed order: no atomics, so the same input always gives the same bits, on every device.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
@@ -22,15 +22,15 @@ from falconet.numerics.kernels import FUSED
 if TYPE_CHECKING:
     from falconet.models.span_kernels import Spanning
 
-MOMENTS, GRADIENTS = 1056, 528  # programs that sum, for each multiprocessor of an H100 8 and 4; others give other bits
+MOMENTS, GRADIENTS = 1056, 528  # programs that sum: 8 and 4 per multiprocessor of an H100; others give other bits
 ACTIVATIONS = {"none": 0, "relu": 1, "silu": 2, "hard_swish": 3, "relu6": 4, "gelu": 5}
 SIZES = ["count", "units", "joined", "tiles", "sums", "elements"]  # compiled once for all values
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no assembly
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which has no assembly
 
 
 @triton.jit
 def sigmoid(v):
-    """Both approximations are exact to the last bit or two, in half the instructions of a division."""
+    """1 / (1 + exp(-v)) by two approximations, exact to the last bit or two, in half the instructions of a division."""
     if INTERPRETED:
         return tl.sigmoid(v)
     return tl.inline_asm_elementwise(
@@ -50,7 +50,7 @@ def sigmoid(v):
 
 @triton.jit
 def reciprocal(v):
-    """Exact to the last bit or two, in one instruction; a division takes eight."""
+    """1 / v, exact to the last bit or two, in one instruction; a division takes eight."""
     if INTERPRETED:
         return 1.0 / v
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
@@ -58,9 +58,9 @@ def reciprocal(v):
 
 @triton.jit
 def _tail(v):
-    """exp(-v^2 / 2), and by what it is multiplied for the probability that a normal variable is |v| or more; to 1e-7.
+    """exp(-v^2 / 2), and the factor that makes it the probability of a normal variable being |v| or more; to 1e-7.
 
-    By Abramowitz and Stegun's 7.1.26, whose exponential is that of the density: a third of the instructions of erf.
+    By Abramowitz and Stegun's 7.1.26, which shares the density's exponential: a third of the instructions of erf.
     """
     t = reciprocal(1.0 + 0.2316418883 * tl.abs(v))
     series = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
@@ -86,7 +86,7 @@ def activated(v, ACT: tl.constexpr):
 
 @triton.jit
 def passed(v, d, ACT: tl.constexpr):
-    """The gradient before the activation, from that after it."""
+    """The gradient before the activation, from the gradient after it."""
     if ACT == 1:
         d = tl.where(v > 0.0, d, 0.0)
     if ACT == 2:
@@ -105,7 +105,7 @@ def passed(v, d, ACT: tl.constexpr):
 
 @triton.jit
 def numbers_of(statistics, channel, channels, there):
-    """Factor, bias and mean of a norm."""
+    """Load factor, bias and mean of a norm."""
     return (
         row_of(statistics, 0, channel, channels, there),
         row_of(statistics, 1, channel, channels, there),
@@ -116,7 +116,7 @@ def numbers_of(statistics, channel, channels, there):
 @triton.jit(do_not_specialize=SIZES)
 def _sum_moments(x, partial, count, units, joined, tiles, UNIT: tl.constexpr,
                  ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Sums of x - pivot and of its square. The pivot is the first row of x: around it, variances do not cancel."""
+    """Sum x - pivot and its square. The pivot is the first row of x: around it, variances do not cancel."""
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
@@ -134,7 +134,7 @@ def _sum_moments(x, partial, count, units, joined, tiles, UNIT: tl.constexpr,
 
 @triton.jit
 def _merged(partial, line, sums, columns, inside, channels, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """The programs' first sums and those of a later line, added up."""
+    """The totals of the programs' first sums and of those of a later line."""
     first, second = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
     for start in tl.range(0, sums, CHUNK, loop_unroll_factor=2):
         lines = start + tl.arange(0, CHUNK)
@@ -149,7 +149,7 @@ def _merged(partial, line, sums, columns, inside, channels, CHUNK: tl.constexpr,
 def _merge_moments(partial, x, weight, bias, running_mean, running_variance, batches, statistics,
                    count, sums, channels, eps, momentum,
                    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, TRACKS: tl.constexpr):  # fmt: skip
-    """The norm's numbers from the programs' sums, and the running statistics. `count`: values of a channel."""
+    """Compute the norm's numbers from the programs' sums; move the running statistics. `count`: values per channel."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
     mean, variance = merged_moments(partial, x, count, sums, columns, inside, channels, CHUNK, COLUMNS)
@@ -159,7 +159,7 @@ def _merge_moments(partial, x, weight, bias, running_mean, running_variance, bat
 
 @triton.jit
 def merged_moments(partial, x, count, sums, columns, inside, channels, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Mean and variance, from the programs' sums."""
+    """Mean and variance from the programs' sums."""
     first, second = _merged(partial, 1, sums, columns, inside, channels, CHUNK, COLUMNS)
     offset = first / count
     variance = tl.maximum(second / count - offset * offset, 0.0)
@@ -170,7 +170,7 @@ def merged_moments(partial, x, count, sums, columns, inside, channels, CHUNK: tl
 @triton.jit
 def store_numbers(mean, variance, count, weight, bias, running_mean, running_variance, batches, statistics,
                   columns, inside, channels, eps, momentum, TRACKS: tl.constexpr):  # fmt: skip
-    """Factor, bias, mean and 1 / deviation; moves the running statistics."""
+    """Store factor, bias, mean and 1 / deviation, and move the running statistics."""
     inverse = 1.0 / tl.sqrt(variance + eps)
     factor = tl.load(weight + columns, mask=inside, other=0.0) * inverse
     tl.store(statistics + columns, factor, mask=inside)
@@ -189,7 +189,7 @@ def store_numbers(mean, variance, count, weight, bias, running_mean, running_var
 
 @triton.jit
 def normed(v, factor, bias, mean):
-    """The norm of a tile; the mean is taken off first, because a product with a large one would lose digits."""
+    """The norm of a tile; the mean is subtracted first, because a product with a large one would lose digits."""
     return (v - mean) * factor + bias
 
 
@@ -197,7 +197,7 @@ def normed(v, factor, bias, mean):
 def _normalise(y, statistics, shortcut, shortcut_statistics, z, bits, count, units, joined, UNIT: tl.constexpr,
                ACT: tl.constexpr, ADDS: tl.constexpr, KEEPS: tl.constexpr,
                ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """act(norm(y) + shortcut); ADDS 0: no shortcut, 1: as it is, 2: normalised. KEEPS: the signs, as bits."""
+    """act(norm(y) + shortcut). ADDS 0: no shortcut, 1: plain, 2: normalised. KEEPS: store the signs as bits."""
     channels = units * UNIT
     columns, channel, there = columns_of(channels, joined, COLUMNS)
     rows, offsets, inside = tile_of(tl.program_id(0), count, channels * joined, columns, there, ROWS)
@@ -216,7 +216,7 @@ def _normalise(y, statistics, shortcut, shortcut_statistics, z, bits, count, uni
 
 @triton.jit
 def store_signs(bits, v, rows, count, wide, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a tile, eight in a byte."""
+    """Store the signs of a tile, eight per byte."""
     eights = tl.reshape((v > 0.0).to(tl.int32), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
     places, kept = bits_of(rows, count, wide, COLUMNS)
     tl.store(bits + places, tl.sum(eights, 2).to(tl.uint8), mask=kept)
@@ -224,7 +224,7 @@ def store_signs(bits, v, rows, count, wide, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 @triton.jit
 def bits_of(rows, count, wide, COLUMNS: tl.constexpr):
-    """Offsets of a tile's bytes with a sign in every bit, and which of them exist."""
+    """Offsets of a tile's bytes of signs, and which of them exist."""
     in_row = (wide + 7) // 8
     place = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
     there = (rows < count)[:, None] & (place < in_row)[None, :]
@@ -235,7 +235,7 @@ def bits_of(rows, count, wide, COLUMNS: tl.constexpr):
 def gradient(dz, dz2, y, bits, rows, offsets, inside, factor, bias, mean, count, wide,
               ACT: tl.constexpr, TWO: tl.constexpr, KEPT: tl.constexpr,
               ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The gradient of the sum of norm and shortcut, and y, for one tile. KEPT: the signs are read, not found from y."""
+    """The gradient of the sum of norm and shortcut, and y, for one tile. KEPT: the signs were stored."""
     d = loaded(dz, offsets, inside)
     if TWO:
         d += loaded(dz2, offsets, inside)
@@ -255,7 +255,7 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, shortcut, shortcut_statistic
                    count, units, joined, tiles, UNIT: tl.constexpr, ACT: tl.constexpr, TWO: tl.constexpr,
                    KEPT: tl.constexpr, STORES: tl.constexpr, DOWN: tl.constexpr,
                    ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Sums of the gradient g, of g (y - mean) and, DOWN, of g (shortcut - its mean). STORES: g, for later use."""
+    """Sum the gradient g, g (y - mean) and, if DOWN, g (shortcut - its mean). STORES: store g for later use."""
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
@@ -286,7 +286,7 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, shortcut, shortcut_statistic
 @triton.jit(do_not_specialize=[*SIZES, "line"])
 def _merge_gradients(partial, line, statistics, slopes, dweight, dbias, count, sums, channels,
                      CHUNK: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Gradients of weight and bias, and a, b, mean, c of dy = a g + b (y - mean) + c; `line`: of the second sums."""
+    """Gradients of weight and bias, and a, b, mean, c of dy = a g + b (y - mean) + c; `line`: where second sums are."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
     first, second = _merged(partial, line, sums, columns, inside, channels, CHUNK, COLUMNS)
@@ -313,7 +313,7 @@ def sloped(d, v, slopes, channel, channels, there):
 def _spread_gradients(dz, dz2, y, bits, statistics, slopes, dy, shortcut, shortcut_slopes, dshortcut,
                       count, units, joined, UNIT: tl.constexpr, ACT: tl.constexpr, TWO: tl.constexpr,
                       KEPT: tl.constexpr, DOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The gradient of y, and that of a shortcut with a norm."""
+    """The gradients of y and of a shortcut with a norm."""
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
@@ -329,7 +329,7 @@ def _spread_gradients(dz, dz2, y, bits, statistics, slopes, dy, shortcut, shortc
 
 @triton.jit(do_not_specialize=SIZES)
 def _expand(values, out, elements, channels, SIZE: tl.constexpr):
-    """`elements`: of an image."""
+    """Copy each image's value per channel to all of its pixels; `elements`: values of an image."""
     at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     image = tl.program_id(0).to(tl.int64)
     v = tl.load(values + image * channels + at % channels, mask=at < elements)
@@ -337,7 +337,7 @@ def _expand(values, out, elements, channels, SIZE: tl.constexpr):
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """In channels-last memory; that of a mean has one value for all pixels of an image, where torch's copy is slow."""
+    """Make a gradient dense in channels-last memory; that of a mean is expanded, which torch copies slowly."""
     images, channels, height, width = gradient.shape
     if gradient.stride() != (channels, 1, 0, 0):
         return gradient.contiguous(memory_format=torch.channels_last)
@@ -348,7 +348,7 @@ def dense(gradient: Tensor) -> Tensor:
 
 
 class Running(NamedTuple):
-    """The running statistics that a batch moves; `momentum`: the weight of the newest."""
+    """The running statistics that a batch moves; `momentum`: the weight of the newest batch."""
 
     mean: Tensor
     variance: Tensor
@@ -359,7 +359,7 @@ class Running(NamedTuple):
 def statistics(
     x: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float, span: "Spanning | None" = None
 ) -> Tensor:
-    """4 x C: weight / deviation, bias, mean, 1 / deviation; moves the running statistics."""
+    """Compute weight / deviation, bias, mean and 1 / deviation, 4 x C, and move the running statistics."""
     summed = Table.of(x).summed(MOMENTS)
     partial = summed.partial(2, x.device)
     _sum_moments[summed.grid](x, partial, **summed.constants)
@@ -376,7 +376,7 @@ def numbers(
     eps: float,
     span: "Spanning | None" = None,
 ) -> Tensor:
-    """What `statistics` finds, from sums of x and of its square around its first row, by program."""
+    """The result of `statistics`, from each program's sums of x and its square around the first row."""
     if span is not None:
         return span.numbers(x, partial, weight, bias, running, eps=eps)
     table, found = Table.of(x), torch.empty((4, x.shape[1]), device=x.device)
@@ -406,7 +406,7 @@ def normalise(
 
 
 class Gradients(NamedTuple):
-    """Of one norm's input, weight and bias."""
+    """The gradients of one norm's input, weight and bias."""
 
     input: Tensor
     weight: Tensor
@@ -414,15 +414,15 @@ class Gradients(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What was added to a norm before the activation, in the backward pass."""
+    """Facts for the backward pass about the value added to a norm before the activation."""
 
-    shortcut: Tensor | None = None  # with a norm of its own
+    shortcut: Tensor | None = None  # only if it has a norm
     found: Tensor | None = None  # and its statistics
     bits: Tensor | None = None  # signs of the sum
 
 
 class Reached(NamedTuple):
-    """The gradient that reaches a norm: dz + dz2, where the activation lets it through."""
+    """The gradient that reaches a norm: dz + dz2 where the activation passes it on."""
 
     dz: Tensor
     dz2: Tensor | None = None
@@ -431,7 +431,7 @@ class Reached(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Of a norm's backward pass: gradients of weight and bias, and a, b, mean, c of dy = a g + b (y - mean) + c."""
+    """A norm's gradients of weight and bias, and a, b, mean, c of dy = a g + b (y - mean) + c."""
 
     own: tuple[Tensor, Tensor]
     found: Tensor
@@ -447,9 +447,9 @@ def sum_gradients(
     added: Added | None = None,
     span: "Spanning | None" = None,
 ) -> tuple[Reached, Slopes, Slopes | None]:
-    """What reaches the norm, its slopes and those of the shortcut's norm; dz + dz2 is the result's gradient.
+    """The gradient at the norm, its slopes and those of the shortcut's norm; dz + dz2 is the result's gradient.
 
-    What reaches a norm that something was added to is that one's gradient, too.
+    If a value was added to the norm, the gradient at the norm is that value's gradient, too.
     """
     table, kind = Table.of(y), ACTIVATIONS[act]
     shortcut, other_found, bits = added or Added()
@@ -476,7 +476,7 @@ def spread_gradients(
     shortcut: Tensor | None = None,
     shortcut_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of y, and that of a shortcut with a norm."""
+    """The gradients of y and of a shortcut with a norm."""
     down = shortcut is not None
     dz, dz2, bits, act = reached
     dy, dother = torch.empty_like(y), torch.empty_like(y) if down else y
@@ -492,7 +492,7 @@ def spread_gradients(
 def merged(
     partial: Tensor, line: int, found: Tensor, how: Merged, span: "Spanning | None" = None
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Gradients of weight and bias, which are this replica's, and the slopes."""
+    """This replica's gradients of weight and bias, and the slopes."""
     gradients = torch.empty((2, partial.shape[-1]), device=found.device)
     slopes = torch.empty((4, partial.shape[-1]), device=found.device)
     grid, constants = how

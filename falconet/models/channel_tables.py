@@ -1,6 +1,6 @@
 """A channels-last tensor as a table of rows (images x pixels) by channels, and how kernels divide it into tiles.
 
-Where channels would leave parts of a tile unused, several rows are joined into one: 24 channels are read as rows of 384
+If channels would leave parts of a tile unused, several rows are joined into one: 24 channels are read as rows of 384
 values, three tiles wide.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
@@ -27,21 +27,21 @@ CHUNK = 256  # sums that it reads at a time
 
 @triton.jit
 def columns_of(channels, joined, COLUMNS: tl.constexpr):
-    """This program's columns in a row of joined rows, the channels that they are, and which of them exist."""
+    """This program's columns in a joined row, their channels, and which of them exist."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     return columns, columns % channels, columns < channels * joined
 
 
 @triton.jit
 def tile_of(number, count, wide, columns, there, ROWS: tl.constexpr):
-    """Rows of a tile, offsets of its elements, and which of them exist."""
+    """The rows of a tile, the offsets of its elements, and which of them exist."""
     rows = number * ROWS + tl.arange(0, ROWS)
     return rows, rows[:, None].to(tl.int64) * wide + columns[None, :], (rows < count)[:, None] & there[None, :]
 
 
 @triton.jit
 def row_of(values, line, channel, channels, there):
-    """A line of a table with a number for each channel, to be spread over a tile's rows."""
+    """A line of numbers, one per channel, that broadcasts over a tile's rows."""
     return tl.load(values + line * channels + channel, mask=there, other=0.0)[None, :]
 
 
@@ -65,7 +65,7 @@ class Table:
 
     @cached_property
     def joined(self) -> int:
-        """Rows that are read as one: as few as fill the widest tile."""
+        """The number of rows that are read as one: as few as fill the widest tile."""
         if self.channels % 8:
             return 1
         fewest = next(n for n in (1, 2, 4, 8, 16) if self.channels * n % WIDTHS[-1] == 0)
@@ -73,17 +73,17 @@ class Table:
 
     @property
     def wide(self) -> int:
-        """Values of a joined row."""
+        """The number of values in a joined row."""
         return self.channels * self.joined
 
     @property
     def count(self) -> int:
-        """Joined rows."""
+        """The number of joined rows."""
         return self.values // self.joined
 
     @cached_property
     def width(self) -> int:
-        """Values of a tile's row: the widest that leaves the least unused."""
+        """The number of values in a tile's row: the widest that leaves the least unused."""
         return min(WIDTHS, key=lambda width: (-(-self.wide // width) * width, -width))
 
     @property
@@ -91,20 +91,20 @@ class Table:
         return -(-self.wide // self.width)
 
     def summed(self, most: int) -> "Summed":
-        """A pass that sums, by at most so many programs."""
+        """The division for a pass that sums, with at most `most` programs."""
         rows = SUMMED // self.width
         tiles = -(-self.count // rows)
         return Summed(self, rows, tiles, max(1, min(most // self.columns, tiles // LEAST)))
 
     @cached_property
     def walked(self) -> tuple[tuple[int, int], dict[str, int]]:
-        """Grid and constants of a pass over all elements; a grid's second number ends at 65,535, so rows come first."""
+        """Grid and constants of a pass over all elements; rows first, as a grid's second number is at most 65,535."""
         rows = TILE // self.width
         return (-(-self.count // rows), self.columns), {"ROWS": rows, **self.shape}
 
     @cached_property
     def shape(self) -> dict[str, int]:
-        """What all passes are given; Triton is told that 8 divides the channels, so that it reads 16 bytes at once."""
+        """The arguments of all passes; Triton learns that 8 divides the channels, so that it reads 16 bytes at once."""
         unit = 1 if self.channels % 8 else 8
         sizes = {"count": self.count, "units": self.channels // unit, "joined": self.joined}
         return {**sizes, "UNIT": unit, "COLUMNS": self.width, **FUSED}
@@ -112,7 +112,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Summed:
-    """How a pass that sums divides a table."""
+    """The division of a table for a pass that sums."""
 
     table: Table
     rows: int  # of a tile
@@ -128,7 +128,7 @@ class Summed:
         return {"tiles": self.tiles, "ROWS": self.rows, **self.table.shape}
 
     def partial(self, number: int, device: torch.device) -> Tensor:
-        """Where the programs put their sums, each `number` of them."""
+        """A new tensor for the programs' sums, `number` from each."""
         return torch.empty((number, self.programs * self.table.joined, self.table.channels), device=device)
 
     @property
@@ -140,6 +140,6 @@ Merged = tuple[tuple[int], dict[str, int]]  # grid and constants of a kernel tha
 
 
 def merging(table: Table, sums: int) -> Merged:
-    """`sums`: of each channel."""
+    """Grid and constants of a kernel that merges; `sums`: per channel."""
     sizes = {"count": table.values, "sums": sums, "channels": table.channels}
     return (-(-table.channels // MERGED),), {**sizes, "CHUNK": CHUNK, "COLUMNS": MERGED, **FUSED}

@@ -12,14 +12,14 @@ DEPTHS = (8, 14, 20, 32, 44, 56, 110)  # 6n + 2
 BOTTLENECK_DEPTHS = (11, 29, 38, 47, 56, 65)  # 9n + 2
 EXPANSION = 4  # of a bottleneck
 BASIC = {f"resnet{depth}-cifar": depth for depth in DEPTHS}
-# Of the two networks with 56 layers, 56b is the one with bottlenecks.
+# There are two networks with 56 layers; 56b is the one with bottlenecks.
 BOTTLENECKS = {f"resnet{depth}{'b' if depth in DEPTHS else ''}-cifar": depth for depth in BOTTLENECK_DEPTHS}
 GROUPED = {f"resnext{depth}-cifar": depth for depth in BOTTLENECK_DEPTHS}
 NAMES = (*BASIC, *BOTTLENECKS, *GROUPED)
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions around a shortcut."""
+    """Two 3 x 3 convolutions with a shortcut."""
 
     def __init__(self, channels: int, *, out_channels: int, stride: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3 x 3 convolution between two of 1 x 1, around a shortcut that is projected where the shape changes."""
+    """A 3 x 3 convolution between two of 1 x 1, with a shortcut that is projected if the shape changes."""
 
     def __init__(self, channels: int, *, inner: int, out_channels: int, stride: int, groups: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _ThreeStages(nn.Module):
     def init_weights(self) -> None:
         """He's normal for convolutions; a block whose shortcut carries every channel starts as its shortcut alone.
 
-        Where the shortcut appends zero channels, a zero-initialised norm would leave those channels dead at first.
+        If the shortcut appends zero channels, a zero-initialised norm would leave those channels dead at first.
         """
         for module in self.modules():
             if isinstance(module, nn.Conv2d):

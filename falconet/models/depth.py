@@ -1,17 +1,17 @@
-"""How deep each weight lies in a model: its stem, its stages or blocks, its classifier, as timm groups them."""
+"""The depth of each weight in a model: stem, stages or blocks, classifier, as timm groups them."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-# Of the CIFAR networks and torchvision's SqueezeNet, which are not timm's. What matches neither is the classifier.
+# For the CIFAR networks and torchvision's SqueezeNet, which are not timm's. Names that match neither: the classifier.
 _STAGES = {"stem": r"^(?:conv1|bn1)\.", "blocks": r"^(?:layer|features\.)(\d+)"}
 _BLOCKS = _STAGES | {"blocks": [(r"^layer(\d+)\.(\d+)", None), (r"^features\.(\d+)", None)]}
 
 
 def depths(model: nn.Module, names: Iterable[str], *, by_block: bool) -> dict[str, int]:
-    """Depths from 0, the stem's, of weights or statistics, by stage or by block; the classifier is deepest."""
+    """The depth of each weight or statistic, by stage or by block: 0 for the stem, largest for the classifier."""
     from timm.models._manipulate import group_with_matcher  # timm takes two seconds to import
 
     own: Any = getattr(model, "group_matcher", None)
@@ -33,7 +33,7 @@ def classifier(model: nn.Module) -> frozenset[str]:
 
 
 def orthogonal_names(model: nn.Module) -> frozenset[str]:
-    """The names of filters and matrices whose updates may be orthogonal: of all layers but the classifier."""
+    """The names of the filters and matrices whose updates may be orthogonal: all except the classifier's."""
     last = classifier(model)
     return frozenset(name for name, weight in model.named_parameters() if weight.ndim > 1 and name not in last)
 

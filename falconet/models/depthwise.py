@@ -1,4 +1,4 @@
-"""Depthwise convolutions by our own kernels, where they are faster than cuDNN's."""
+"""Depthwise convolutions by our own kernels, which are faster than cuDNN's."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ _CHANNELS = 8  # a multiple of them: threads read 4 to 16 bytes at once
 
 
 def can_compute(conv: nn.Conv2d) -> bool:
-    """Whether the kernels compute what the layer does."""
+    """Whether the kernels can compute the layer."""
     if type(conv) is not nn.Conv2d and not pads_same(conv):  # another subclass may compute something else
         return False
     (down, right), (high, wide) = conv.stride, conv.kernel_size
@@ -33,7 +33,7 @@ def can_compute(conv: nn.Conv2d) -> bool:
 
 
 class DepthwiseConv(OwnConv):
-    """A depthwise convolution, which `can_compute` accepts."""
+    """A depthwise convolution that `can_compute` accepts."""
 
     formats = (torch.float16, torch.bfloat16)  # those in which cuDNN was measured to be slower
 
@@ -57,7 +57,7 @@ def _geometry(conv: nn.Conv2d, x: Tensor) -> "Geometry":
 
 
 class _Depthwise(torch.autograd.Function):
-    """The weight may be in fp32 where the images are in half precision; its gradient then is, too."""
+    """The weight may be in fp32 while the images are in half precision; its gradient is then in fp32, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, geometry: "Geometry") -> Tensor:

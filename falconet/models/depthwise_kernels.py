@@ -1,8 +1,8 @@
 """Depthwise convolutions of channels-last memory in Triton: forward, and the gradients of input and weight.
 
-A thread takes a few neighbouring channels of a few neighbouring columns and walks down the image: every row is read
-once, and the rows of the result that it adds to are kept in registers. Threads are numbered over images, columns and
-channels together, so that no number of channels leaves some of them without work. Sums are in fp32 and have a fixed
+A thread takes a few adjacent channels of a few adjacent columns and walks down the image: every row is read
+once, and the rows of the result to which it adds stay in registers. Threads are numbered over images, columns and
+channels together, so that all have work with any number of channels. Sums are in fp32 and have a fixed
 order: no atomics, so the same input always gives the same bits, on every device.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
@@ -27,7 +27,7 @@ SIZES = ["height", "width", "out_height", "out_width", "top", "left", "groups", 
 
 @triton.jit
 def _taps(weight, group, first, step, groups, live, K: tl.constexpr, VEC: tl.constexpr):
-    """The weights of each thread's channels, by tap; `first` and `step` may turn the kernel round."""
+    """The weights of each thread's channels, by tap; `first` and `step` may rotate the kernel by half a turn."""
     at = weight + (group * VEC)[:, None] + tl.arange(0, VEC)[None, :]
     taps = ()
     for tap in tl.static_range(K * K):
@@ -45,7 +45,7 @@ def _zeros(COUNT: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def _loaded(row, column, width, channels, COUNT: tl.constexpr):
-    """Tiles of neighbouring columns; zeros outside of the image, whose width is 0 for rows above and below it."""
+    """Tiles of adjacent columns; zeros outside the image, whose width counts as 0 for rows above and below it."""
     tiles = ()
     for j in tl.static_range(COUNT):
         inside = (column + j).to(tl.uint32) < width.to(tl.uint32)  # one comparison: columns before the first are huge
@@ -62,7 +62,7 @@ def _store(row, column, width, channels, tiles, FIRST: tl.constexpr, COUNT: tl.c
 
 @triton.jit
 def _place(tile, lanes, groups, across, LANES: tl.constexpr):
-    """Image, column (of those taken together) and channels of each thread; whether there is such a thread."""
+    """The image, first column and channels of each thread, and whether it exists."""
     lane = tile * LANES + tl.arange(0, LANES)
     rest = lane // groups
     return (rest // across).to(tl.int64), rest % across, lane % groups, lane < lanes
@@ -70,7 +70,7 @@ def _place(tile, lanes, groups, across, LANES: tl.constexpr):
 
 @triton.jit
 def _start(tensor, image, column, group, height, width, channels, VEC: tl.constexpr):
-    """Each thread's elements in its image's first row."""
+    """Pointers to each thread's elements in the first row of its image."""
     pixel = image * height * width + column
     return tensor + (pixel * channels + group * VEC)[:, None] + tl.arange(0, VEC)[None, :]
 
@@ -89,7 +89,7 @@ def _rows(at, t, column, height, width, channels, top, until, S: tl.constexpr, C
 @triton.jit(do_not_specialize=[*SIZES, "first", "step"])
 def _convolve(x, weight, y, height, width, out_height, out_width, top, left, groups, lanes, strips, rows, first, step,
               K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    """P columns of the result for each thread; sums of row t - m are at m * P when row t's inputs are read."""
+    """Compute P columns of the result per thread; sums of row t - m are at m * P when row t's inputs are read."""
     M: tl.constexpr = (K - 1) // S
     COLUMNS: tl.constexpr = S * (P - 1) + K
     channels = groups * VEC
@@ -130,7 +130,7 @@ def _convolve(x, weight, y, height, width, out_height, out_width, top, left, gro
 @triton.jit(do_not_specialize=SIZES)
 def _spread(dy, weight, dx, height, width, out_height, out_width, top, left, groups, lanes, strips, rows,
             K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    """The input's gradient, S x P columns for each thread, where a row of dy adds to K rows from S * row - top on."""
+    """Compute S x P columns of the input's gradient per thread; a row of dy adds to K rows from S * row - top on."""
     M: tl.constexpr = (K - 1) // S
     COLUMNS: tl.constexpr = P + M
     channels = groups * VEC
@@ -169,7 +169,7 @@ def _spread(dy, weight, dx, height, width, out_height, out_width, top, left, gro
 def _sum_products(x, dy, partial, height, width, out_height, out_width, top, left, groups, lanes, strips, rows,
                   items, slots, K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr,
                   LANES: tl.constexpr):  # fmt: skip
-    """Sums for the weight's gradient, of the items slot, slot + slots, ...: P columns of one image each."""
+    """Sum for the weight's gradient over the items slot, slot + slots, ...: P columns of one image each."""
     M: tl.constexpr = (K - 1) // S
     COLUMNS: tl.constexpr = S * (P - 1) + K
     channels = groups * VEC
@@ -224,7 +224,7 @@ def _sum_products(x, dy, partial, height, width, out_height, out_width, top, lef
 def _spread_and_sum(x, dy, weight, dx, partial, height, width, out_height, out_width, top, left, groups, lanes, strips,
                     rows, items, slots, K: tl.constexpr, P: tl.constexpr, VEC: tl.constexpr,
                     LANES: tl.constexpr):  # fmt: skip
-    """Both gradients of stride 1, which need the same elements of dy for each pixel of x."""
+    """Compute both gradients for stride 1, which need the same elements of dy for each pixel of x."""
     COLUMNS: tl.constexpr = P + K - 1
     channels = groups * VEC
     strip = tl.program_id(0) % strips
@@ -289,7 +289,7 @@ def _store_sums(partial, sums, line, group, live, channels, K: tl.constexpr, VEC
 
 @triton.jit(do_not_specialize=["count", "channels"])
 def _merge(partial, dweight, count, channels, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The weight's gradient, channels x taps, from `count` rows of taps x channels."""
+    """Add `count` rows of taps x channels to the weight's gradient, channels x taps."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < TAPS * channels
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -303,7 +303,7 @@ def _merge(partial, dweight, count, channels, TAPS: tl.constexpr, ROWS: tl.const
 
 @dataclass(frozen=True)
 class Tile:
-    """What a thread takes, and the threads of a program."""
+    """The share of a thread, and the number of threads in a program."""
 
     columns: int  # of the result
     channels: int
@@ -339,7 +339,7 @@ class Geometry:
     out_width: int
 
     def turned(self) -> "Geometry":
-        """The convolution that is the input's gradient, of stride 1."""
+        """The convolution, of stride 1, that computes the input's gradient."""
         return Geometry(
             self.images, self.channels, self.out_height, self.out_width, self.kernel, 1,
             self.kernel - 1 - self.top, self.kernel - 1 - self.left, self.height, self.width,
@@ -351,19 +351,19 @@ class Geometry:
 
 
 def _strips(rows: int) -> tuple[int, int]:
-    """Their number, and the rows of each."""
+    """The number of strips, and the rows of each."""
     strips = -(-rows // STRIP)
     return strips, -(-rows // strips)
 
 
 def transposed(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """C x 1 x K x K as taps by channels: neighbouring threads then read neighbouring weights."""
+    """The weight, C x 1 x K x K, as taps by channels, so that adjacent threads read adjacent weights."""
     taps = torch.empty((weight[0].numel(), weight.shape[0]), dtype=dtype, device=weight.device)
     return taps.copy_(weight.detach().flatten(1).t())
 
 
 def forward(x: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | None = None, turn: bool = False) -> Tensor:
-    """`taps`: see `transposed`; `turn` rotates the kernel by half a turn."""
+    """The convolution; `taps`: see `transposed`; `turn` rotates the kernel by half a turn."""
     tile = tile or FORWARD[shape.kernel, shape.stride]
     y = torch.empty(
         (shape.images, shape.channels, shape.out_height, shape.out_width),
@@ -399,7 +399,7 @@ def input_gradient(dy: Tensor, taps: Tensor, shape: Geometry, *, tile: Tile | No
 
 
 def weight_gradient(x: Tensor, dy: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
-    """C x 1 x K x K."""
+    """The weight's gradient, C x 1 x K x K."""
     tile = tile or SUMMED[shape.kernel, shape.stride]
     summed = _Summed.of(shape, tile, rows=shape.out_height, columns=shape.out_width)
     partial = torch.empty((summed.lines, shape.kernel**2, shape.channels), device=x.device)
@@ -410,14 +410,14 @@ def weight_gradient(x: Tensor, dy: Tensor, shape: Geometry, *, dtype: torch.dtyp
 
 
 def gains_at_once(shape: Geometry) -> bool:
-    """Whether one pass for both gradients is faster than two: for 5 x 5 it would need too many registers."""
+    """Whether one pass for both gradients is faster than two; for 5 x 5 it would need too many registers."""
     return shape.kernel == 3 and shape.stride == 1
 
 
 def gradients(
     x: Tensor, dy: Tensor, taps: Tensor, shape: Geometry, *, dtype: torch.dtype, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of the input and of the weight, for stride 1, in one pass."""
+    """The gradients of input and weight, for stride 1, in one pass."""
     tile = tile or BOTH
     dx, summed = torch.empty_like(x), _Summed.of(shape, tile, rows=shape.height, columns=shape.width)
     partial = torch.empty((summed.lines, shape.kernel**2, shape.channels), device=x.device)
@@ -428,7 +428,7 @@ def gradients(
 
 
 class _Summed(NamedTuple):
-    """How the threads of a pass that sums share the images."""
+    """The division of the images among the threads of a pass that sums."""
 
     groups: int  # of channels
     strips: int

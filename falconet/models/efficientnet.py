@@ -10,7 +10,7 @@ from falconet.config.options import Model
 
 @dataclass(frozen=True)
 class Size:
-    """How an EfficientNet of one size differs from B0, after Tan and Le."""
+    """The differences of an EfficientNet of one size from B0, after Tan and Le."""
 
     width: float
     depth: float
@@ -34,7 +34,7 @@ _STEM_CHANNELS = 32
 
 
 def create(options: Model, *, classes: int) -> nn.Module:
-    """timm's EfficientNet from our own architecture strings, because timm's builders fix the expansion ratio."""
+    """A timm EfficientNet from our own architecture strings, because timm's builders fix the expansion ratio."""
     from timm.models._efficientnet_builder import decode_arch_def, round_channels  # timm takes two seconds to import
     from timm.models.efficientnet import EfficientNet
 
@@ -88,7 +88,7 @@ def _stages(options: Model, *, small: bool) -> list[list[str]]:
 
 
 def _group_size(channels: int, *, at_least: int) -> int:
-    """Channels per group: the original's `channels // at_least` groups, or the next fewer that divide evenly."""
+    """Channels per group: `channels // at_least` groups as in the original, or the next fewer that divide evenly."""
     groups = max(channels // at_least, 1)
     while channels % groups:
         groups -= 1

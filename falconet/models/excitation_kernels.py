@@ -1,7 +1,7 @@
 """Batch norm, an activation and a gate for each image and channel (squeeze and excite), for channels-last memory.
 
-The gate is made of the activation's means over each image, and its gradient of sums over each image. Two passes read
-the norm's input and sum what both directions need of it: neither the activation nor its gradient is ever stored.
+The gate is computed from the activation's means over each image, its gradient from such sums. Two passes read
+the norm's input and sum what both directions need, so neither the activation nor its gradient is ever stored.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
@@ -40,7 +40,7 @@ SIZES = ["count", "units", "joined", "in_image", "parts", "images", "sums", "sca
 @triton.jit(do_not_specialize=SIZES)
 def _sum_images(dz, y, statistics, partial, in_image, units, joined, parts, images, UNIT: tl.constexpr,
                 ACT: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Of a part of an image: sums of a = act(norm(y)), of a's slope and of slope (y - mean); BACK: each times dz."""
+    """Sum a = act(norm(y)), a's slope and slope (y - mean) over a part of an image; BACK: each times dz."""
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
@@ -70,7 +70,7 @@ def _sum_images(dz, y, statistics, partial, in_image, units, joined, parts, imag
 
 @triton.jit(do_not_specialize=SIZES)
 def _merge_images(partial, total, sums, channels, images, scale, COLUMNS: tl.constexpr):
-    """Adds the parts of each image; the first of three sums is multiplied by `scale`."""
+    """Add the parts of each image; the first of three sums is multiplied by `scale`."""
     image, line = tl.program_id(0), tl.program_id(2)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
@@ -84,14 +84,14 @@ def _merge_images(partial, total, sums, channels, images, scale, COLUMNS: tl.con
 
 @triton.jit
 def _of_image(values, image, channel, channels, inside):
-    """A tile of numbers that every image has one of for each channel."""
+    """A tile of numbers, of which every image has one per channel."""
     return tl.load(values + image[:, None] * channels + channel[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _excite(y, statistics, gate, z, count, in_image, units, joined, UNIT: tl.constexpr,
             ACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """act(norm(y)) times the gate of each image and channel."""
+    """Compute act(norm(y)) times the gate of each image and channel."""
     channels = units * UNIT
     columns, channel, there = columns_of(channels, joined, COLUMNS)
     rows, offsets, inside = tile_of(tl.program_id(0), count, channels * joined, columns, there, ROWS)
@@ -103,7 +103,7 @@ def _excite(y, statistics, gate, z, count, in_image, units, joined, UNIT: tl.con
 
 @triton.jit(do_not_specialize=SIZES)
 def _weigh_images(forward, backward, gate, dmean, partial, elements, scale, SIZE: tl.constexpr):
-    """Each image's share of the sums of g and of g (y - mean), where g = (gate dz + scale dmean) slope."""
+    """Compute each image's share of the sums of g and of g (y - mean), where g = (gate dz + scale dmean) slope."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < elements
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
@@ -117,7 +117,7 @@ def _weigh_images(forward, backward, gate, dmean, partial, elements, scale, SIZE
 @triton.jit(do_not_specialize=SIZES)
 def _spread_excited(dz, y, statistics, gate, dmean, slopes, dy, count, in_image, units, joined, scale,
                     UNIT: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The gradient of y."""
+    """Compute the gradient of y."""
     channels = units * UNIT
     columns, channel, there = columns_of(channels, joined, COLUMNS)
     rows, offsets, inside = tile_of(tl.program_id(0), count, channels * joined, columns, there, ROWS)
@@ -143,24 +143,24 @@ class Images(Table):
 
     @property
     def width(self) -> int:
-        """One for most channels: the fewer there are, the less is compiled."""
+        """The width of a tile; the same for most channel counts, so that fewer kernels are compiled."""
         return WIDTHS[-1] if self.wide >= WIDTHS[-1] else super().width
 
     @property
     def in_image(self) -> int:
-        """Joined rows of an image."""
+        """The number of joined rows in an image."""
         return self.period // self.joined
 
     @cached_property
     def parts(self) -> int:
-        """Programs of each column that share an image."""
+        """The number of programs per column that share an image."""
         tiles = -(-self.in_image // (SUMMED // self.width))
         return max(1, min(tiles, PROGRAMS // (self.images * self.columns)))
 
 
 @dataclass(frozen=True)
 class Excitation:
-    """A norm with an activation whose result each image multiplies by its own gate."""
+    """A norm and its activation, whose result is multiplied by a gate per image and channel."""
 
     y: Tensor
     found: Tensor  # the norm's statistics
@@ -187,7 +187,7 @@ class Excitation:
         return total
 
     def sums(self) -> Tensor:  # 3 x N x C, fp32
-        """The activation's means over each image, and the sums that its gradient needs."""
+        """The activation's means over each image, and the sums for its gradient."""
         return self._image_sums(None, scale=1.0 / self.table.period)
 
     def apply(self, gate: Tensor) -> Tensor:  # N x C x 1 x 1
@@ -200,11 +200,11 @@ class Excitation:
         return z
 
     def gate_sums(self, dz: Tensor) -> Tensor:  # 3 x N x C, fp32
-        """The gate's gradient, and the sums that the norm's needs."""
+        """The gate's gradient, and the sums for the norm's gradient."""
         return self._image_sums(dz, scale=1.0)
 
     def backward(self, dz: Tensor, gate: Tensor, dmean: Tensor, sums: tuple[Tensor, Tensor]) -> Gradients:
-        """Of the norm; `dmean`: the gradient of the means, N x C; `sums`: what `sums` and `gate_sums` returned."""
+        """The norm's gradients; `dmean`: the means' gradient, N x C; `sums`: results of `sums` and `gate_sums`."""
         table, scale = self.table, 1.0 / self.table.period
         partial = torch.empty((2, table.images, table.channels), device=dz.device)
         elements = table.images * table.channels

@@ -1,8 +1,8 @@
 """Batch norm folded into the convolutions before it, for a model that only predicts.
 
-A norm in evaluation mode is a product and a sum per channel: the product goes into the convolution's weights, the sum
-is its bias. What follows (a residual sum, an activation, squeeze and excite) runs with the bias: in the convolution's
-own kernel where cuDNN or, on a CPU, oneDNN has one for both; else in one more pass by Triton, or in place.
+In evaluation mode a norm is a product and a sum per channel: the product goes into the convolution's weights, the sum
+becomes its bias. A residual sum, an activation or squeeze and excite after it runs with the bias: in the convolution's
+own kernel if cuDNN or, on a CPU, oneDNN has one for both; otherwise in one more pass by Triton, or in place.
 """
 
 import copy
@@ -35,21 +35,21 @@ _NOTHING = ("Identity", "Dropout", "Dropout2d", "DropPath")  # in evaluation
 
 @dataclass(frozen=True)
 class Folding:
-    """A model for evaluation whose norms are folded, and how many of them are."""
+    """A model for evaluation, and the number of its norms that are folded."""
 
     model: nn.Module  # in evaluation mode
     folded: int
     norms: int
-    # Of the images that it takes without a pass over them; it takes others too.
+    # Format and channels of images that need no conversion; others are accepted too.
     dtype: torch.dtype = torch.float32
     channels: int = 3  # those beyond three are 0
 
 
 @torch.no_grad()
 def fold(model: nn.Module, dtype: torch.dtype) -> Folding:
-    """A copy of the model that computes in `dtype`; the model itself if it cannot be traced, or has no such norm.
+    """A folded copy of the model that computes in `dtype`; the model itself if it cannot be traced or has no such norm.
 
-    The copy has the weights of this moment. They are folded in fp32 and rounded once. Group norms cannot be folded, but
+    The copy has the current weights, folded in fp32 and rounded once. Group norms cannot be folded, but
     on CUDA they are fused with what follows them.
     """
     norms = sum(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
@@ -82,7 +82,7 @@ def _is_on_cuda(layer: nn.Module) -> bool:
 
 
 def _input_of(made: fx.GraphModule, stem: fx.Node | None) -> tuple[torch.dtype, int] | tuple[()]:
-    """Format and channels of a folded first convolution; none: images are taken as they are."""
+    """Format and channels of a folded first convolution; empty: images are taken unchanged."""
     layer = made.get_submodule(str(stem.target)) if stem is not None else None
     if not isinstance(layer, FoldedConv2d):
         return ()
@@ -90,12 +90,12 @@ def _input_of(made: fx.GraphModule, stem: fx.Node | None) -> tuple[torch.dtype, 
 
 
 class FoldedConv2d(nn.Module):
-    """act(conv(x) + shortcut), times what `excite` makes of its mean over each image's pixels."""
+    """act(conv(x) + shortcut), times the result of `excite` for its mean over each image's pixels."""
 
     table: Tensor
 
     def __init__(self, conv: nn.Conv2d, *, act: nn.Module | None = None, excite: nn.Module | None = None) -> None:
-        """`conv`: with the norm in its weight and bias."""
+        """`conv` has the norm in its weight and bias."""
         super().__init__()
         self.conv, self.excite = conv, excite
         self.act = _in_place(nn.Identity() if act is None else act)
@@ -109,7 +109,7 @@ class FoldedConv2d(nn.Module):
         self._has_engine = conv.groups == 1  # in cuDNN, for the convolution and what follows it
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-        x = x.to(self.conv.weight.dtype)  # images, or what a norm in fp32 left
+        x = x.to(self.conv.weight.dtype)  # from images, or from a norm in fp32
         missing = self.conv.weight.shape[1] * self.conv.groups - x.shape[1]
         if missing > 0:
             x = functional.pad(x, (0, 0, 0, 0, 0, missing))
@@ -125,11 +125,11 @@ class FoldedConv2d(nn.Module):
         return z if self.excite is None else z.mul_(self.excite(z.mean((2, 3), keepdim=True)))
 
     def _by_onednn(self, x: Tensor, shortcut: Tensor | None, *, act: str) -> Tensor:
-        """One kernel for the convolution and what follows it, on weights in a layout of its own."""
+        """Compute the convolution and what follows it in one oneDNN kernel, on weights in oneDNN's own layout."""
         conv = self.conv
         how = (conv.padding, conv.stride, conv.dilation, conv.groups)
         if self._packed is None:
-            # The layout is that for one image: it does not depend on the batch that came first, nor do the bits.
+            # Always the layout for one image, so that neither it nor the bits depend on which batch came first.
             self._packed = torch.ops.mkldnn._reorder_convolution_weight(conv.weight.detach(), *how, [1, *x.shape[1:]])
         z: Tensor
         if shortcut is None:
@@ -168,7 +168,7 @@ class FoldedConv2d(nn.Module):
         return z
 
     def _by_cudnn(self, x: Tensor, shortcut: Tensor | None) -> Tensor | None:
-        """One kernel for everything; None: cuDNN has none for this layer on this device."""
+        """Compute everything in one cuDNN kernel; None: there is none for this layer on this device."""
         conv = self.conv
         stride, padding, dilation, groups = conv.stride, conv.padding, conv.dilation, conv.groups
         assert isinstance(padding, tuple)
@@ -195,7 +195,7 @@ class FoldedHalving(nn.Module):
         super().__init__()
         self.norm, self.act, self.pool = (copy.copy(each) for each in (layer.norm, layer.act, layer.pool))
         self.norm.training, self.kind = False, layer.kind
-        # Its own weights, as the table has: a change shows in all layers or in none.
+        # Copies, like the table of numbers: a later change of the weights affects all layers or none.
         kept = {name: value.detach().clone() for name, value in layer.norm.named_parameters(recurse=False)}
         self.norm._parameters = {name: nn.Parameter(value, requires_grad=False) for name, value in kept.items()}
         self.norm._buffers = {name: value.clone() for name, value in layer.norm.named_buffers(recurse=False)}
@@ -225,7 +225,7 @@ def _onednn_takes(x: Tensor) -> bool:
 def _evaluating(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of a layer for evaluation, with the weights of convolutions and products in another format.
 
-    It shares its hooks with the layer, and other weights: norms are computed in fp32.
+    It shares hooks and all other weights with the layer: norms compute in fp32.
     """
     if isinstance(layer, nn.Conv2d | nn.Linear):
         return _with_weights(layer, layer.weight, layer.bias, dtype)
@@ -237,10 +237,10 @@ def _evaluating(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _with_weights(layer: nn.Module, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
     made = copy.copy(layer)
-    made.__dict__.pop("forward", None)  # of a regime that rounds the weights at every call
+    made.__dict__.pop("forward", None)  # left by a regime that rounds the weights at every call
     made._parameters, made.training = {}, False
     for name, value in (("weight", weight), ("bias", bias)):
-        kept = None if value is None else value.detach().to(dtype, copy=True)  # a change shows in all layers or in none
+        kept = None if value is None else value.detach().to(dtype, copy=True)  # a copy, as in FoldedHalving
         if kept is not None and kept.dim() == 4:
             kept = kept.contiguous(memory_format=torch.channels_last)
         made.register_parameter(name, None if kept is None else nn.Parameter(kept, requires_grad=False))
@@ -248,9 +248,9 @@ def _with_weights(layer: nn.Module, weight: Tensor, bias: Tensor | None, dtype: 
 
 
 def _without_training(traced: fx.GraphModule) -> fx.GraphModule:
-    """The same graph without what only training needs, which would hide a norm, or what follows it.
+    """The graph without the parts for training, which would hide a norm or what follows it.
 
-    Layers that do nothing in evaluation go; norms that span replicas become the plain ones that they were made from.
+    Layers that do nothing in evaluation are removed; norms that span replicas become plain ones again.
     """
     graph = copied(traced.graph)
     made = fx.GraphModule(traced, graph)
@@ -268,7 +268,7 @@ def _without_training(traced: fx.GraphModule) -> fx.GraphModule:
 
 
 def _fold_at(traced: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> int:
-    """Fold the norms of a node into the convolutions before it; returns how many."""
+    """Fold the norms of a node into the convolutions before it; return their number."""
     layer = layer_of(traced, node)
     made: nn.Module | None = None
     if isinstance(layer, FusedHalving):
@@ -316,7 +316,7 @@ def _folded(
     act: nn.Module | None,
     excite: nn.Module | None = None,
 ) -> FoldedConv2d | None:
-    """The convolution that a node is with a norm folded into it; None: it is none, or is used elsewhere too."""
+    """A node's convolution with a norm folded into it; None: it is no convolution, or is used elsewhere too."""
     if not isinstance(node, fx.Node) or len(node.users) > 1:
         return None
     conv = layer_of(traced, node) if _calls(traced, node.target) == 1 else None
@@ -329,7 +329,7 @@ def _folded(
         conv.weight.float(), before, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
     )
     if not all(each.to(dtype).isfinite().all() for each in (weight, bias)):
-        return None  # a channel that hardly ever varied: its factor does not fit into the format
+        return None  # a channel that hardly varied has a factor beyond the format
     if weight.is_cuda and node is stem_of(traced):
         weight = nn.Parameter(functional.pad(weight, (0, 0, 0, 0, 0, padded_stem(conv).channels - conv.in_channels)))
     made = _with_weights(conv, weight, bias, dtype)
@@ -342,13 +342,13 @@ def _calls(traced: fx.GraphModule, target: object) -> int:
 
 
 def _own(norm: nn.BatchNorm2d) -> nn.Module | None:
-    """The activation that a norm of timm's has."""
+    """The activation inside a timm norm, if any."""
     act: nn.Module | None = getattr(norm, "act", None)
     return act
 
 
 def _in_place(act: nn.Module) -> nn.Module:
-    """Convolutions do not need their outputs again."""
+    """The activation in place, because a convolution does not need its output again."""
     if not hasattr(act, "inplace"):
         return act
     made = copy.copy(act)

@@ -1,4 +1,4 @@
-"""Which weights are trained: all but frozen stages, those that patterns name, or those from a layer on."""
+"""The choice of trained weights: all except frozen stages, those that patterns name, or those from a layer on."""
 
 import difflib
 import re
@@ -52,14 +52,14 @@ BACKBONE = "backbone"
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """What is not trained, by name, because a pipeline stage holds only some of it."""
+    """Names of weights that are not trained; names, because a pipeline stage holds only some of the weights."""
 
     weights: frozenset[str] = frozenset()
     norms: frozenset[str] = frozenset()  # batch norms whose statistics do not move
     layers: frozenset[str] = frozenset()  # stay in evaluation mode: batch norm uses its statistics, dropout is off
 
     def set(self, model: nn.Module, *, trains: bool = False) -> None:
-        """Freeze it in the model, or a stage of it; `trains`: undo that."""
+        """Freeze the weights in the model or a stage of it; `trains`: undo that."""
         for name, weight in model.named_parameters():
             if name in self.weights:
                 weight.requires_grad_(trains)
@@ -70,26 +70,29 @@ class Frozen:
 
 
 class Hold:
-    """Keeps frozen layers of a model in evaluation mode, from one update on, or until another, if there is one."""
+    """Keeps frozen layers in evaluation mode, from one update on and perhaps until another."""
 
     def __init__(
         self,
         model: nn.Module,
         frozen: Frozen,
         *,
-        since: int = 0,
+        since: int | None = None,
         until: int | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`until`: the first update that trains everything; None: never. `changed`: called after each change."""
+        """`since`: the first update with frozen layers; None: they were frozen before the optimizer was built.
+
+        `until`: the first update that trains everything; None: never. `changed`: called after each change.
+        """
         self._model, self._frozen, self._since, self._until, self._changed = model, frozen, since, until, changed
         held = [layer for name, layer in model.named_modules() if name in frozen.layers]
         self._evaluated = list(dict.fromkeys(inner for layer in held for inner in layer.modules()))
-        self._is_set = until is None and not since  # what is frozen for good was so before the optimizer was built
+        self._is_set = until is None and since is None
 
     def at(self, update: int) -> None:
-        """Before the passes of an update, of a model in training mode."""
-        holds = self._since <= update and (self._until is None or update < self._until)
+        """Prepare a model in training mode for the passes of an update."""
+        holds = (self._since is None or self._since <= update) and (self._until is None or update < self._until)
         if holds != self._is_set:
             self._is_set = holds
             self._frozen.set(self._model, trains=not holds)
@@ -102,7 +105,7 @@ class Hold:
 
 
 def frozen_by(model: nn.Module, what: str, *, evaluates: bool = True) -> Frozen:
-    """Freeze the first stages (a number), all but the classifier (backbone), or what a pattern matches.
+    """Freeze the first stages (a number), all except the classifier (backbone), or weights that match a pattern.
 
     `evaluates`: frozen layers stay in evaluation mode; otherwise batch norm normalises by its batch and keeps its
     statistics, as in the TensorFlow original.
@@ -135,7 +138,7 @@ def trained_by(model: nn.Module, patterns: Sequence[str], *, evaluates: bool = T
 
 
 def _without(model: nn.Module, trained: frozenset[str], *, evaluates: bool) -> Frozen:
-    """All but `trained`, the names of weights and statistics."""
+    """All weights and statistics except those named in `trained`, as frozen."""
     norms = {path for path, _ in _norms(model) if trained.isdisjoint(f"{path}.{name}" for name in STATISTICS)}
     still = {  # layers that contain no trained weight and no moving statistic
         path
@@ -154,17 +157,17 @@ def _weights(model: nn.Module) -> list[str]:
 
 
 def _own(model: nn.Module) -> frozenset[str]:
-    """The weights that a new model trains; others, such as filters that whiten images, stay fixed whatever is asked."""
+    """The weights that a new model trains; others, such as whitening filters, are always fixed."""
     return frozenset(name for name, weight in model.named_parameters() if weight.requires_grad)
 
 
 def _names(model: nn.Module) -> list[str]:
-    """Weights, then the statistics of batch norms."""
+    """The names of the weights, then of batch norms' statistics."""
     return [*_weights(model), *(f"{path}.{name}" for path, _ in _norms(model) for name in STATISTICS)]
 
 
 def _norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    """Batch norms with statistics."""
+    """The batch norms with statistics, by name."""
     return [
         (path, layer)
         for path, layer in model.named_modules()
@@ -210,6 +213,6 @@ class _Part:
         self.attributes = {str(node.target) for node in nodes if node.op == "get_attr"}
 
     def runs(self, name: str) -> bool:
-        """Whether the module runs here: itself, a module in it, or a layer that it is part of."""
+        """Whether the module, a module in it or a layer that contains it runs in this part."""
         inside = any(path == name or path.startswith(f"{name}.") for path in self._owners)
         return bool(name) and (inside or any(name.startswith(f"{leaf}.") for leaf in self._leaves))

@@ -1,8 +1,8 @@
-"""Batch norm with what follows it, as layers that take fewer passes over memory.
+"""Batch norm and what follows it, as layers that take fewer passes over memory.
 
-What follows a norm is a residual sum, an activation, squeeze and excite, or the stem's pool; a 1 x 1 convolution or a
-pool before it may be part of it, too. On CUDA, in training and in channels-last memory, a norm is two passes forward
-and two backward (three with excitation); elsewhere the layers run as they are. `models/fusion.py` finds them.
+A norm is followed by a residual sum, an activation, squeeze and excite, or the stem's pool; a 1 x 1 convolution or a
+pool before it may be part of it, too. On CUDA, in training and in channels-last memory, a norm takes two passes forward
+and two backward (three with excitation); elsewhere the layers run unchanged. `models/fusion.py` finds them.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,13 +32,13 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 
 
 def kind_of(act: nn.Module) -> str | None:
-    """The kernels' name of an activation; None: they have none."""
+    """The kernels' name of an activation; None: they do not have it."""
     is_approximate = getattr(act, "approximate", "none") != "none"  # GELU by a hyperbolic tangent
     return None if is_approximate else ACTIVATIONS.get(type(act))
 
 
 def can_fuse(norm: nn.BatchNorm2d) -> bool:
-    """Whether the kernels compute what the layer does; a norm of timm's may have an activation."""
+    """Whether the kernels can compute the norm; a timm norm may include an activation."""
     if getattr(norm, "aa", None) is not None or type(norm).__name__.removeprefix("Span") not in NORMS:
         return False
     plain = norm.affine and norm.track_running_stats and norm.momentum is not None and not norm._forward_hooks
@@ -46,29 +46,29 @@ def can_fuse(norm: nn.BatchNorm2d) -> bool:
 
 
 def own_activation(norm: nn.Module) -> str | None:
-    """The name of the activation that a norm of timm's or ours has, "none" for others; None: unknown here."""
+    """The name of the activation inside a timm norm or ours, "none" for other norms; None: unknown to the kernels."""
     return kind_of(getattr(norm, "act", nn.Identity()))
 
 
 def _kind(norm: nn.Module, act: nn.Module | None) -> str:
-    """Of what follows a norm, or of the norm's own activation."""
+    """The name of the activation that follows a norm or is inside it."""
     return (own_activation(norm) if act is None else kind_of(act)) or "none"
 
 
 def fits(y: Tensor, *norms: nn.BatchNorm2d) -> bool:
     """Whether the kernels can take this input.
 
-    Norms may change after they were fused: frozen for a while, they keep their statistics. Such norms run as they are,
-    and so do those of one value, which torch refuses.
+    Norms may change after they were fused: frozen for a while, they keep their statistics. Such norms run unchanged,
+    and so do norms of a single value, which torch refuses.
     """
     dense = y.is_cuda and y.is_contiguous(memory_format=torch.channels_last) and y.numel() > y.shape[1]
     return dense and all(norm.training and can_fuse(norm) for norm in norms)
 
 
 class FusedNorm(nn.Module):
-    """act(norm(x) + shortcut); the shortcut may have a norm of its own, and each norm a 1 x 1 convolution before it.
+    """act(norm(x) + shortcut); the shortcut may have a norm, and each norm may follow a 1 x 1 convolution.
 
-    Returns it twice if two layers take it: their gradients are then added in the norm's own pass.
+    Returns the result twice if two layers take it: their gradients are then added in the norm's own pass.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FusedNorm(nn.Module):
         shortcut_norm: nn.BatchNorm2d | None = None,
         forks: bool = False,
     ) -> None:
-        """`act`: what follows, if the norm has no activation itself."""
+        """`act`: the activation that follows, if the norm contains none."""
         super().__init__()
         self.norm, self.shortcut_norm, self.forks = norm, shortcut_norm, forks
         self.act = nn.Identity() if act is None else act
@@ -88,7 +88,7 @@ class FusedNorm(nn.Module):
         self.shortcut_conv: nn.Conv2d | None = None
 
     def saved(self, x: Tensor, shortcut: Tensor | None = None) -> list[Tensor]:
-        """What the backward pass keeps, but for numbers of a channel."""
+        """The tensors kept for the backward pass, apart from numbers per channel."""
         y, *inputs = _kept_before(self.conv, x)
         if shortcut is None:
             return [y, *inputs]
@@ -117,7 +117,7 @@ class FusedNorm(nn.Module):
 
 
 def _joined(conv: nn.Conv2d | None, norm: nn.BatchNorm2d, x: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The weight of a convolution that is left to the norm's kernels and its input, or None and its result."""
+    """The weight and the input of a convolution that the norm's kernels compute, or None and its result."""
     if conv is None:
         return None, x
     return (conv.weight, x) if fits(x, norm) and pointwise.fits(conv, x) else (None, conv(x))
@@ -128,19 +128,19 @@ def _convolved(weight: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _kept_before(conv: nn.Conv2d | None, x: Tensor) -> list[Tensor]:
-    """What the norm reads, and what a convolution that is part of it does."""
+    """The input of the norm, and that of a convolution that is part of it."""
     return [x] if conv is None else [x.new_empty(pointwise.shape_after(conv.weight, x)), x]
 
 
 class FusedPool(nn.Module):
-    """The max pool of relu(norm(y)), as in the stem of a ResNet. Returns it twice if two layers take it."""
+    """The max pool of relu(norm(y)), as in the stem of a ResNet. Returns the result twice if two layers take it."""
 
     def __init__(self, norm: nn.BatchNorm2d, *, act: nn.Module, pool: nn.MaxPool2d) -> None:
         super().__init__()
         self.norm, self.act, self.pool, self.forks = norm, act, pool, False
 
     def saved(self, y: Tensor) -> list[Tensor]:
-        """What the backward pass keeps, but for numbers of a channel."""
+        """The tensors kept for the backward pass, apart from numbers per channel."""
         pooled = -(-y.numel() // 4)
         return [y, y.new_empty(pooled), y.new_empty(pooled, dtype=torch.uint8)]
 
@@ -153,13 +153,13 @@ class FusedPool(nn.Module):
 
 
 def can_pool(pool: nn.MaxPool2d) -> bool:
-    """Whether the kernels compute what the layer does."""
+    """Whether the kernels can compute the layer."""
     padding = {nn.MaxPool2d: (1, 1), SameMaxPool2d: (0, 0)}.get(type(pool))
     return _windows(pool) == [(3, 3), (2, 2), padding, (1, 1)] and not pool.ceil_mode and not pool.return_indices
 
 
 def _padding(pool: nn.MaxPool2d, y: Tensor) -> tuple[int, int]:
-    """Pixels of padding above an image and to its left."""
+    """The pixels of padding above an image and to its left."""
     if type(pool) is nn.MaxPool2d:
         return 1, 1
     above, left = (same_padding(side, kernel=3, stride=2)[0] for side in y.shape[2:])
@@ -173,7 +173,7 @@ def _windows(pool: nn.MaxPool2d) -> list[tuple[int, ...]]:
 
 
 class FusedHalving(nn.Module):
-    """act(norm(pool(y))) of a pool over 2 x 2 pixels, as in SpeedNet. Returns it twice if two layers take it."""
+    """act(norm(pool(y))) of a 2 x 2 pool, as in SpeedNet. Returns the result twice if two layers take it."""
 
     def __init__(self, norm: nn.BatchNorm2d, *, act: nn.Module | None, pool: nn.MaxPool2d) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class FusedHalving(nn.Module):
         self.kind = _kind(norm, act)
 
     def saved(self, y: Tensor) -> list[Tensor]:
-        """What the backward pass keeps, but for numbers of a channel."""
+        """The tensors kept for the backward pass, apart from numbers per channel."""
         return [y.new_empty(y.numel() // 4), y.new_empty(y.numel() // 4, dtype=torch.uint8)]
 
     def forward(self, y: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -196,13 +196,13 @@ class FusedHalving(nn.Module):
 
 
 def can_halve(pool: nn.MaxPool2d) -> bool:
-    """Whether the kernels compute what the layer does."""
+    """Whether the kernels can compute the layer."""
     is_plain = type(pool) is nn.MaxPool2d and not pool.ceil_mode and not pool.return_indices
     return is_plain and _windows(pool) == [(2, 2), (2, 2), (0, 0), (1, 1)]
 
 
 class FusedExcitation(nn.Module):
-    """act(norm(y)) times what `excite` makes of its mean over each image's pixels; the product's input is not kept."""
+    """act(norm(y)) times the result of `excite` for its mean over each image; the product's input is not kept."""
 
     def __init__(self, norm: nn.BatchNorm2d, *, act: nn.Module | None, excite: nn.Module) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class FusedExcitation(nn.Module):
         self.kind = _kind(norm, act)
 
     def saved(self, y: Tensor) -> list[Tensor]:
-        """What the backward pass keeps, but for numbers of a channel or an image."""
+        """The tensors kept for the backward pass, apart from numbers per channel or image."""
         return [y]
 
     def forward(self, y: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def _running(norm: nn.BatchNorm2d) -> "Running":
 
 
 def _spanning(norm: nn.BatchNorm2d) -> "Spanning | None":
-    """How a norm sums over the replicas of its span; None: this replica alone."""
+    """The sums of a norm over the replicas of its span; None: this replica alone."""
     span: Span | None = getattr(norm, "span", None)
     if span is None:
         return None
@@ -254,7 +254,7 @@ def _spanning(norm: nn.BatchNorm2d) -> "Spanning | None":
 
 
 def dense_gradients(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The gradients of both results, of which one may not have been used."""
+    """The gradients of both results, one of which may be unused."""
     from falconet.models import batchnorm_kernels
 
     given = [batchnorm_kernels.dense(gradient) for gradient in (dz, dz2) if gradient is not None]
@@ -262,7 +262,7 @@ def dense_gradients(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tens
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps the inputs of norms and convolutions, a few numbers per channel and, of a rectified sum, the signs."""
+    """A fused norm; keeps the inputs of norms and convolutions, a few numbers per channel and the signs of a sum."""
 
     @staticmethod
     def forward(
@@ -315,7 +315,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Branch(NamedTuple):
-    """A norm's input and numbers, and those of the convolution that made it, if that is part of the norm."""
+    """A norm's input and numbers, and those of the convolution before it if that is part of the norm."""
 
     y: Tensor
     found: Tensor
@@ -335,7 +335,7 @@ class _Branch(NamedTuple):
         return cls(y, found, x, weight)
 
     def backward(self, reached: "Reached", slopes: "Slopes") -> tuple[Tensor | None, ...]:
-        """Gradients of the input, of the convolution's weight, and of the norm's weight and bias."""
+        """The gradients of the input, the convolution's weight, and the norm's weight and bias."""
         from falconet.models import batchnorm_kernels
 
         given = (reached, self.y, self.found, slopes.found)
@@ -345,7 +345,7 @@ class _Branch(NamedTuple):
 
 
 class _Pool(torch.autograd.Function):
-    """Keeps its input, a few numbers per channel, and which values won."""
+    """A norm with a pool after it; keeps its input, a few numbers per channel, and which values won."""
 
     @staticmethod
     def forward(
@@ -373,7 +373,7 @@ class _Pool(torch.autograd.Function):
 
 
 class _Halving(torch.autograd.Function):
-    """Keeps the pooled values, a few numbers per channel, and which values won."""
+    """A norm with a pool before it; keeps the pooled values, a few numbers per channel, and which values won."""
 
     @staticmethod
     def forward(
@@ -411,7 +411,7 @@ def _kept(tensor: Tensor) -> Tensor:
 
 
 class _Excitation(torch.autograd.Function):
-    """Keeps its input, a few numbers per channel and image, and the graph of the small layers that make the gate."""
+    """A norm with a gate; keeps its input, a few numbers per channel and image, and the graph of the gate's layers."""
 
     @staticmethod
     def forward(
@@ -426,7 +426,7 @@ class _Excitation(torch.autograd.Function):
 
         norm = Excitation(y, _statistics(y, layer.norm), layer.kind)
         sums = norm.sums()
-        # Kept as it is where the rest is recomputed: its own backward pass would recompute everything once more.
+        # Kept even if the rest is recomputed: its own backward pass would recompute everything once more.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_kept, _kept):
             mean = sums[0, :, :, None, None].to(y.dtype).requires_grad_()
             gate = layer.excite(mean)

@@ -1,4 +1,4 @@
-"""Find the norms of a model that run as one operation with what follows them."""
+"""Find the norms of a model that can run as one operation with what follows them."""
 
 import operator
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Fusion:
-    """A model whose norms are fused, and how many of them are."""
+    """A model with fused norms, and their number."""
 
     model: fx.GraphModule  # shares the modules of the model that it was made from, and their weights
     fused: int
@@ -52,7 +52,7 @@ class Fusion:
 
 
 def fuse(model: nn.Module) -> Fusion:
-    """The training pass of the model with every norm that can be fused; raises ConfigError if it cannot be traced."""
+    """Fuse every norm that can be fused in the training pass of the model; ConfigError if it cannot be traced."""
     found = fuse_norms(model)
     traced = found.model
     for node in [*traced.graph.nodes]:
@@ -69,9 +69,9 @@ def fuse(model: nn.Module) -> Fusion:
 
 
 def fuse_pieces(pieces: Sequence[fx.GraphModule]) -> list[Fusion]:
-    """The same for a model that was cut into pieces, which run one after the other.
+    """Do the same for a model that was cut into pieces, which run one after the other.
 
-    A value that two layers of the next piece take passes twice: their gradients are then added in the norm's own pass.
+    A value for two layers of the next piece is passed twice, so that their gradients are added in the norm's pass.
     """
     pieces = [fx.GraphModule(piece, copied(piece.graph)) for piece in pieces]
     for piece, following in pairwise(pieces):
@@ -80,7 +80,7 @@ def fuse_pieces(pieces: Sequence[fx.GraphModule]) -> list[Fusion]:
 
 
 def fuse_norms(model: nn.Module) -> Fusion:
-    """The model with every norm as one layer with what follows it, and nothing else changed."""
+    """Merge every norm of the model into one layer with what follows it, and change nothing else."""
     original = trace(model)
     traced = fx.GraphModule(original, copied(original.graph))
     _drop_identities(traced)
@@ -124,7 +124,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _activation(traced: fx.GraphModule, node: fx.Node | None) -> nn.Module | None:
-    """The activation that a node is."""
+    """The activation at a node, if it is one."""
     if node is None:
         return None
     layer = layer_of(traced, node)
@@ -144,7 +144,7 @@ class _Pattern:
 
 
 def _fuse_from(traced: fx.GraphModule, node: fx.Node, norm: Norm) -> int:
-    """Put a fused layer in the place of a norm and what follows it; returns how many norms it holds."""
+    """Replace a norm and what follows it by a fused layer; return the number of norms in it."""
     has_activation = own_activation(norm) != "none"
     found = (None if has_activation else _sum(traced, node, norm)) or _activated(traced, node, norm)
     name = f"fused_{node.name}"
@@ -157,7 +157,7 @@ def _fuse_from(traced: fx.GraphModule, node: fx.Node, norm: Norm) -> int:
 
 
 def _sum(traced: fx.GraphModule, node: fx.Node, norm: Norm) -> _Pattern | None:
-    """The norm and what is added to it, perhaps rectified; None: nothing is added."""
+    """The pattern of a norm and a value added to it, perhaps rectified; None: nothing is added."""
     addition = _only_user(node)
     if addition is None or addition.target not in _ADDS or addition.kwargs:
         return None
@@ -176,7 +176,7 @@ def _sum(traced: fx.GraphModule, node: fx.Node, norm: Norm) -> _Pattern | None:
 
 
 def _activated(traced: fx.GraphModule, node: fx.Node, norm: Norm) -> _Pattern:
-    """The norm and its activation, if it has one, and what is done with that: pooled, or weighted for each image."""
+    """The pattern of a norm, its activation if any, and a pool or a gate per image after it."""
     act = _activation(traced, _only_user(node)) if own_activation(norm) == "none" else None
     last = node if act is None else next(iter(node.users))
     if isinstance(norm, nn.GroupNorm):
@@ -201,13 +201,13 @@ def _input(node: fx.Node) -> fx.Node:
 
 
 def _other(addition: fx.Node, node: fx.Node) -> fx.Node | None:
-    """What a norm is added to; None: a number, or itself."""
+    """The value to which a norm is added; None: it is a number, or the norm itself."""
     others = [each for each in addition.args if each is not node]
     return others[0] if len(others) == 1 and isinstance(others[0], fx.Node) else None
 
 
 def _excitation(traced: fx.GraphModule, node: fx.Node) -> tuple[list[nn.Module], fx.Node] | None:
-    """The layers that make a gate of a value's means, and the product of both; None: the value is used otherwise."""
+    """The layers that compute a gate from a value's means, and the product; None: the value is used otherwise."""
     users = [*node.users]
     means = [user for user in users if _is_mean(user)]
     products = [user for user in users if user.target in _PRODUCTS]
@@ -224,7 +224,7 @@ def _excitation(traced: fx.GraphModule, node: fx.Node) -> tuple[list[nn.Module],
 
 
 def _is_mean(node: fx.Node) -> bool:
-    """Over the pixels of each image, which stay as dimensions of one."""
+    """Whether a node is the mean over each image's pixels, kept as dimensions of size one."""
     return _is_mean_of_pixels(node) and bool(node.kwargs.get("keepdim"))
 
 
@@ -234,7 +234,7 @@ def _is_mean_of_pixels(node: fx.Node) -> bool:
 
 
 def _replace_mean(traced: fx.GraphModule, node: fx.Node) -> None:
-    """Of a fused norm, for its gradient's sake."""
+    """Replace the mean of a fused norm by a layer with a cheaper gradient."""
     mean = _only_user(node)
     if mean is None:
         return
@@ -262,7 +262,7 @@ def _replace_peaks(traced: fx.GraphModule) -> None:
 
 
 def _join_convolutions(traced: fx.GraphModule) -> None:
-    """Leave 1 x 1 convolutions to the norms that alone read their results."""
+    """Join 1 x 1 convolutions to the norms that are the only readers of their results."""
     for node in [*traced.graph.nodes]:
         layer = layer_of(traced, node)
         if not isinstance(layer, FusedNorm):
@@ -278,7 +278,7 @@ def _join_convolutions(traced: fx.GraphModule) -> None:
 
 
 def _replace_convolutions(traced: fx.GraphModule) -> None:
-    """Let our own kernels compute the convolutions that they are faster at."""
+    """Replace convolutions that our own kernels compute faster."""
     for node in traced.graph.nodes:
         own = _own_convolution(layer_of(traced, node))
         if own is not None:
@@ -288,7 +288,7 @@ def _replace_convolutions(traced: fx.GraphModule) -> None:
 
 
 def _own_convolution(layer: nn.Module | None) -> tuple[str, OwnConv] | None:
-    """One by our own kernels, and what they are for; None: the layer is no convolution, or stays as it is."""
+    """The replacement for a convolution, and its kind; None: it is no convolution, or stays as it is."""
     if isinstance(layer, PaddedConv):
         return ("narrow", narrow.NarrowConv(layer.conv)) if narrow.can_compute(layer.conv) else None
     if not isinstance(layer, nn.Conv2d):
@@ -301,7 +301,7 @@ def _own_convolution(layer: nn.Module | None) -> tuple[str, OwnConv] | None:
 
 
 def _pad_stem(traced: fx.GraphModule) -> int:
-    """Let the first convolution take more channels if it alone reads the images; returns how many."""
+    """Give the first convolution more input channels if it alone reads the images; return their number."""
     fused = fuse_stem(traced)
     if fused is not None:
         return fused.channels
@@ -317,7 +317,7 @@ def _pad_stem(traced: fx.GraphModule) -> int:
 
 
 def fuse_stem(traced: fx.GraphModule) -> FusedStem | None:
-    """Put one layer in the place of a first convolution with fixed filters and its activation; None: there is none."""
+    """Merge a first convolution with fixed filters and its activation into one layer; None: there is none."""
     stem = stem_of(traced)
     conv = layer_of(traced, stem) if stem is not None else None
     active = _only_user(stem) if stem is not None else None
@@ -333,7 +333,7 @@ def fuse_stem(traced: fx.GraphModule) -> FusedStem | None:
 
 
 def _widened(traced: fx.GraphModule, node: fx.Node | None, channels: int) -> int | None:
-    """Let a convolution take whole blocks of 32 channels, for which cuDNN has kernels of Hopper's; returns how many."""
+    """Pad a convolution to whole blocks of 32 channels, for which cuDNN has Hopper kernels; return their number."""
     conv = layer_of(traced, node) if node is not None else None
     if node is None or type(conv) is not nn.Conv2d or conv.groups > 1 or conv._forward_hooks or conv._forward_pre_hooks:
         return None
@@ -344,7 +344,7 @@ def _widened(traced: fx.GraphModule, node: fx.Node | None, channels: int) -> int
 
 
 def stem_of(traced: fx.GraphModule) -> fx.Node | None:
-    """The first convolution, if it alone reads the images and could take further channels."""
+    """The first convolution, if it alone reads the images and could take more channels."""
     images = next(node for node in traced.graph.nodes if node.op == "placeholder")
     stem = _only_user(images)
     conv = layer_of(traced, stem) if stem is not None else None
@@ -354,7 +354,7 @@ def stem_of(traced: fx.GraphModule) -> fx.Node | None:
 
 
 def _fork(traced: fx.GraphModule, node: fx.Node) -> None:
-    """Give two layers that take a fused value one each."""
+    """Give each of two layers that take a fused value its own copy of the result."""
     users = [*node.users]
     is_passed_twice = len(users) == 1 and _results(users[0]).count(node) == 2
     if not is_passed_twice and (len(users) != 2 or not all(_takes_whole(traced, user) for user in users)):
@@ -373,13 +373,13 @@ def _fork(traced: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _results(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What a piece returns, if the node is its output."""
+    """The values that a piece returns, if the node is its output."""
     given = node.args[0] if node.op == "output" else ()
     return given if isinstance(given, tuple) else ()
 
 
 def _pass_twice(piece: fx.GraphModule, following: fx.GraphModule) -> None:
-    """Let a piece return each value twice that two layers of the next one take, and give them one each."""
+    """Let a piece return a value twice if two layers of the next piece take it, one for each."""
     results = next(node for node in piece.graph.nodes if node.op == "output")
     passed: list[fx.Node] = []
     taken = [node for node in following.graph.nodes if node.op == "placeholder"]
@@ -397,11 +397,11 @@ def _pass_twice(piece: fx.GraphModule, following: fx.GraphModule) -> None:
 
 
 def _is_added(value: fx.Node, user: fx.Node) -> bool:
-    """Whether a value is added to another one, which may change in place."""
+    """Whether a value is added to another one, perhaps in place."""
     return user.target is operator.iadd and user.args[0] is not value
 
 
 def _takes_whole(traced: fx.GraphModule, user: fx.Node) -> bool:
-    """Whether a layer gives back a gradient that is a tensor of its own, and changes nothing in place."""
+    """Whether a layer returns its gradient as a new tensor, and changes nothing in place."""
     whole = isinstance(layer_of(traced, user), nn.Conv2d | FusedNorm | FusedGroupNorm | FusedHalving)
     return whole or user.target in (operator.add, torch.add)

@@ -1,4 +1,4 @@
-"""Grouped 3 x 3 convolutions by our own kernels, where they are faster than cuDNN's."""
+"""Grouped 3 x 3 convolutions by our own kernels, for passes in which they are faster than cuDNN's."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Ours(NamedTuple):
-    """Passes for which our kernels are taken; the gradient of the input is always one."""
+    """The passes that our kernels compute; the gradient of the input is always one of them."""
 
     forward: bool
     weight: bool
@@ -34,7 +34,7 @@ _CHANNELS = 16  # a multiple of them: the width of a tensor core's product
 
 
 def can_compute(conv: nn.Conv2d) -> bool:
-    """Whether the kernels compute what the layer does, and one of them does it faster."""
+    """Whether the kernels can compute the layer, and at least one is faster."""
     return (
         type(conv) is nn.Conv2d  # a subclass may compute something else
         and conv.in_channels == conv.out_channels
@@ -48,7 +48,7 @@ def can_compute(conv: nn.Conv2d) -> bool:
 
 
 class GroupedConv(OwnConv):
-    """A grouped convolution, which `can_compute` accepts."""
+    """A grouped convolution that `can_compute` accepts."""
 
     formats = (torch.float16, torch.bfloat16)
 
@@ -65,7 +65,7 @@ def _geometry(conv: nn.Conv2d, x: Tensor) -> "Geometry":
 
 
 class _Grouped(torch.autograd.Function):
-    """The weight may be in fp32 where the images are in half precision; its gradient then is, too."""
+    """The weight may be in fp32 while the images are in half precision; its gradient is then in fp32, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: "Geometry") -> Tensor:

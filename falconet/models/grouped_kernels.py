@@ -1,12 +1,12 @@
 """Grouped 3 x 3 convolutions of channels-last memory in Triton: forward, and the gradients of input and weight.
 
-Groups are narrow, so the work is to move bytes. A program is one warp; it takes 16 channels of neighbouring columns and
+Groups are narrow, so the work is to move bytes. A program is one warp; it takes 16 channels of adjacent columns and
 walks down the image: every row is read from memory once (its left and right neighbours come from the cache), and the
-rows of the result that it adds to are kept in registers, as are the weights. Groups of 4 and 8 channels fill parts of a
-tensor core's 16 x 16 product, and zeros the rest.
+rows of the result to which it adds stay in registers, as do the weights. Groups of 4 and 8 channels fill parts of a
+tensor core's 16 x 16 product; the rest is zeros.
 
-The channels of a product are ordered so that what a thread reads from memory in one piece is what the tensor core takes
-from it, and what it gets is what it writes: nothing is exchanged between threads. Thread t of four holds neighbouring
+The channels of a product are ordered so that a thread reads from memory, in one piece, what the tensor core takes
+from it, and writes what it gets: nothing is exchanged between threads. Thread t of four holds adjacent
 channels t * VEC + 4 * step + 2 * half + j, which are number 8 * half + 2 * t + j of product `step`.
 
 The weight's gradient sums over pixels instead, which takes an exchange through shared memory. Every program keeps the
@@ -37,7 +37,7 @@ SIZES = ["height", "width", "out_height", "out_width", "lanes", "tiles", "strips
 
 @triton.jit(do_not_specialize=SIZES)
 def _pack(weight, packed, of_output, of_input, of_row, of_column, chunks, GROUP: tl.constexpr, STEPS: tl.constexpr):
-    """The weights of a tap in the order in which a warp's threads hold them; the second half for the input's gradient.
+    """Pack the weights of a tap in the order of a warp's threads; the second half is for the input's gradient.
 
     `of_...`: strides of the weight.
     """
@@ -58,7 +58,7 @@ def _pack(weight, packed, of_output, of_input, of_row, of_column, chunks, GROUP:
 
 @triton.jit
 def _weights(packed, STEPS: tl.constexpr):
-    """Right operands of nine taps."""
+    """The right operands of nine taps."""
     at = tl.arange(0, 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
     found = ()
     for number in tl.static_range(9 * STEPS):
@@ -86,7 +86,7 @@ def _add(total, tile, weights, tap: tl.constexpr, STEPS: tl.constexpr, P: tl.con
 
 @triton.jit
 def _add_row(total, tiles, weights, row: tl.constexpr, P: tl.constexpr):
-    """total + the products of a row's left, middle and right pixels."""
+    """`total` plus the products of a row's left, middle and right pixels."""
     for column in tl.static_range(3):
         total = _add(total, tiles[column], weights, 3 * row + column, 1, P)
     return total
@@ -100,14 +100,14 @@ def _store(at, total, column, width, P: tl.constexpr):
 
 @triton.jit
 def _place(tile, lanes, width, P: tl.constexpr):
-    """Image and column of a tile's lanes; those that do not exist are outside of the image."""
+    """Image and column of a tile's lanes; missing lanes are outside the image."""
     lane = tile * P + tl.arange(0, P)
     return (lane // width).to(tl.int64), tl.where(lane < lanes, lane % width, width + 1)
 
 
 @triton.jit
 def _start(tensor, image, column, channel, height, width, channels, COUNT: tl.constexpr, VEC: tl.constexpr):
-    """Each lane's channels in its image's first row; a thread takes VEC of them, although more could be taken."""
+    """Pointers to each lane's channels in the first row of its image; a thread takes VEC of them."""
     i = tl.arange(0, COUNT)
     taken = i // VEC * VEC + i % VEC
     return tensor + ((image * height * width + column) * channels + channel)[:, None] + taken[None, :]
@@ -115,7 +115,7 @@ def _start(tensor, image, column, channel, height, width, channels, COUNT: tl.co
 
 @triton.jit
 def _load(at, row, column, shift: tl.constexpr, height, width, channels):
-    """A tile of one row of pixels; zeros outside of the image."""
+    """A tile of one row of pixels; zeros outside the image."""
     there = tl.where((row >= 0) & (row < height), width, 0)
     inside = (column > 0) & (column <= there) if shift < 0 else column + shift < there
     return tl.load(at + (row * width + shift) * channels, mask=inside[:, None], other=0.0)
@@ -131,7 +131,7 @@ def _sides(at, row, column, height, width, channels):
 
 @triton.jit(do_not_specialize=SIZES)
 def _convolve(x, packed, y, height, width, lanes, strips, rows, chunks, P: tl.constexpr):
-    """Stride 1. Row t of the input adds to the rows above it, beside it and below it."""
+    """Convolve with stride 1: row t of the input adds to rows t - 1, t and t + 1 of the result."""
     channels = chunks * 16
     chunk, rest = tl.program_id(0) % chunks, tl.program_id(0) // chunks
     image, column = _place(rest // strips, lanes, width, P)
@@ -161,9 +161,9 @@ def _convolve(x, packed, y, height, width, lanes, strips, rows, chunks, P: tl.co
 @triton.jit(do_not_specialize=SIZES)
 def _spread(dy, packed, dx, height, width, out_height, out_width, lanes, strips, rows, chunks,
             STEPS: tl.constexpr, P: tl.constexpr):  # fmt: skip
-    """The input's gradient for stride 2. Row t of dy is all that row 2 t gets; it adds to rows 2 t - 1 and 2 t + 1.
+    """The input's gradient for stride 2. Row 2 t gets only row t of dy, which also adds to rows 2 t - 1 and 2 t + 1.
 
-    Of the columns, likewise; the weights are turned round.
+    Columns work in the same way; the weights are rotated by half a turn.
     """
     channels = chunks * 16
     chunk, rest = tl.program_id(0) % chunks, tl.program_id(0) // chunks
@@ -201,7 +201,7 @@ def _spread(dy, packed, dx, height, width, out_height, out_width, lanes, strips,
 
 @triton.jit
 def _row(at, row, column, height, width, channels):
-    """Left, middle and right pixels."""
+    """The left, middle and right pixels of a row."""
     return (
         _load(at, row, column, -1, height, width, channels),
         _load(at, row, column, 0, height, width, channels),
@@ -211,7 +211,7 @@ def _row(at, row, column, height, width, channels):
 
 @triton.jit
 def _products(sums, turned, d, row: tl.constexpr):
-    """The nine sums, to three of which a row's left, middle and right pixels times d are added."""
+    """The nine sums after a row's left, middle and right pixels, times d, were added to three of them."""
     found = ()
     for tap in tl.static_range(9):
         if tap // 3 == row:
@@ -223,7 +223,7 @@ def _products(sums, turned, d, row: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def _sum_products(x, dy, partial, height, width, lanes, tiles, walkers, chunks, GROUP: tl.constexpr, P: tl.constexpr):
-    """The weight's gradient for stride 1, summed over the tiles of pixels p, p + walkers, p + 2 walkers, ..."""
+    """Sum the weight's gradient for stride 1 over the tiles of pixels p, p + walkers, p + 2 walkers, ..."""
     channels = chunks * 16
     chunk, walker = tl.program_id(0) % chunks, tl.program_id(0) // chunks
     sums = ()
@@ -254,7 +254,7 @@ def _sum_products(x, dy, partial, height, width, lanes, tiles, walkers, chunks, 
 @triton.jit(do_not_specialize=SIZES)
 def _merge_products(partial, gradient, of_output, of_input, of_row, of_column, sums, chunks,
                     GROUP: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The programs' sums in a fixed order; `of_...`: strides of the gradient."""
+    """Add the programs' sums in a fixed order; `of_...`: strides of the gradient."""
     channels = chunks * 16
     wide = 9 * GROUP * channels
     place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -270,7 +270,7 @@ def _merge_products(partial, gradient, of_output, of_input, of_row, of_column, s
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one convolution with a padding of one pixel; `group`: channels of a group."""
+    """The sizes of a convolution with a padding of one pixel; `group`: channels per group."""
 
     images: int
     channels: int
@@ -289,7 +289,7 @@ class Geometry:
 
     @property
     def lanes(self) -> int:
-        """Columns of the result, of all images."""
+        """The number of columns of the result in all images."""
         return self.images * self.out_width
 
     @property
@@ -298,13 +298,13 @@ class Geometry:
 
     @property
     def strips(self) -> tuple[int, int]:
-        """Their number, and the rows of each."""
+        """The number of strips, and the rows of each."""
         count = triton.cdiv(self.out_height, ROWS)
         return count, triton.cdiv(self.out_height, count)
 
 
 def pack(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights as the kernels hold them: for the forward pass, and for the input's gradient."""
+    """Pack weights in the kernels' order: for the forward pass, and for the input's gradient."""
     channels, group = weight.shape[:2]
     chunks, steps = channels // 16, triton.cdiv(group, 16)
     packed = torch.empty((2, chunks, 9, steps, 256), dtype=dtype, device=weight.device)
@@ -313,12 +313,12 @@ def pack(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def forward(x: Tensor, packed: Tensor, sizes: Geometry) -> Tensor:
-    """For stride 1 and groups of at most 16 channels."""
+    """The convolution, for stride 1 and groups of at most 16 channels."""
     return _convolved(x, packed[0], sizes)
 
 
 def input_gradient(dy: Tensor, packed: Tensor, sizes: Geometry) -> Tensor:
-    """For stride 1 and groups of at most 16 channels, or stride 2."""
+    """The input's gradient, for stride 1 and groups of at most 16 channels, or stride 2."""
     if sizes.stride == 1:
         return _convolved(dy, packed[1], sizes)
     shape = (sizes.images, sizes.channels, sizes.height, sizes.width)
@@ -341,7 +341,7 @@ def _convolved(source: Tensor, packed: Tensor, sizes: Geometry) -> Tensor:
 
 
 def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, sizes: Geometry) -> Tensor:
-    """For stride 1 and groups of at most 16 channels; of the weight's format and strides."""
+    """The weight's gradient in its format and strides, for stride 1 and groups of at most 16 channels."""
     tiles = triton.cdiv(sizes.lanes, SUMMED)
     walkers = min(max(PROGRAMS // sizes.chunks, 1), tiles)
     wide = 9 * sizes.group * sizes.channels

@@ -1,7 +1,7 @@
 """Group norm, and TensorFlow's strided groups: fused for channels-last memory on CUDA, torch's elsewhere.
 
-On CUDA a norm is two passes over memory forward and two backward, with what follows it: a residual sum, an activation,
-or a proxy norm in its place. `models/fusion.py` finds them in a model.
+On CUDA a norm and what follows it (a residual sum, an activation, or a proxy norm instead of one) take two passes over
+memory forward and two backward. `models/fusion.py` finds them in a model.
 """
 
 from abc import ABC, abstractmethod
@@ -60,7 +60,7 @@ class StridedGroupNorm(_Followed):
 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
-    """The fused kernel where it can run, otherwise the plain function that it equals."""
+    """Group norm by the fused kernel if it can run, otherwise by the plain function, which gives the same result."""
     if fits(x):
         y: Tensor = _fused(x, weight, bias, _How(groups, eps=eps, strided=False))
         return y
@@ -68,7 +68,7 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | Non
 
 
 def strided_group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
-    """The same for the groups c mod G."""
+    """Group norm with the groups c mod G."""
     if fits(x):
         y: Tensor = _fused(x, weight, bias, _How(groups, eps=eps, strided=True))
         return y
@@ -94,9 +94,9 @@ def plain_strided_group_norm(
 
 
 class _Shuffle(torch.autograd.Function):
-    """Channels numbered (first, second) renumbered (second, first).
+    """Transpose the channels from (first, second) to (second, first).
 
-    Torch's shuffle takes as long as a copy, in both memory formats; its gradient in torch takes several times as long.
+    Torch's shuffle takes as long as a copy in both memory formats, but its gradient takes several times as long.
     """
 
     @staticmethod
@@ -113,7 +113,7 @@ _NORMS = ("GroupNorm", "GroupNormAct", "FastGroupNorm", "StridedGroupNorm")  # t
 
 
 def can_fuse(norm: nn.GroupNorm) -> bool:
-    """Whether the kernels compute what the layer does; a norm of timm's or ours may have an activation."""
+    """Whether the kernels can compute the norm; a timm norm or ours may include an activation."""
     if type(norm).__name__ not in _NORMS or norm._forward_hooks:
         return False
     return type(getattr(norm, "drop", nn.Identity())) is nn.Identity and (
@@ -122,25 +122,25 @@ def can_fuse(norm: nn.GroupNorm) -> bool:
 
 
 def _proxy(norm: nn.GroupNorm) -> ProxyNorm | None:
-    """In the place of the activation of a norm without scale and shift."""
+    """The proxy norm that replaces the activation of a norm without scale and shift, if any."""
     act = getattr(norm, "act", None)
     return act if isinstance(act, ProxyNorm) and act.recompute and norm.weight is None and norm.bias is None else None
 
 
 class FusedGroupNorm(nn.Module):
-    """act(norm(y) + shortcut), where the norm may have an activation itself, or a proxy norm.
+    """act(norm(y) + shortcut); the norm may include an activation or a proxy norm.
 
-    Returns it twice if two layers take it: their gradients are then added in the norm's own pass.
+    Returns the result twice if two layers take it: their gradients are then added in the norm's own pass.
     """
 
     def __init__(self, norm: nn.GroupNorm, *, act: nn.Module | None = None) -> None:
-        """`act`: what follows, if the norm has no activation itself."""
+        """`act`: the activation that follows, if the norm contains none."""
         super().__init__()
         self.norm, self.forks = norm, False
         self.act = nn.Identity() if act is None else act
 
     def saved(self, y: Tensor, shortcut: Tensor | None = None) -> list[Tensor]:
-        """What the backward pass keeps, but for numbers of an image's groups."""
+        """The tensors kept for the backward pass, apart from numbers per group of an image."""
         keeps = shortcut is not None and type(self.act) is nn.ReLU
         return [y, *([y.new_empty(-(-y.numel() // 8), dtype=torch.uint8)] if keeps else [])]
 
@@ -158,7 +158,7 @@ class FusedGroupNorm(nn.Module):
 
 
 class _How(NamedTuple):
-    """What a fused norm computes."""
+    """The parameters of a fused norm."""
 
     groups: int
     eps: float
@@ -170,7 +170,7 @@ class _How(NamedTuple):
 def _apply(
     y: Tensor, norm: nn.GroupNorm, *, act: str | None = None, shortcut: Tensor | None = None, forks: bool = False
 ) -> Any:
-    """The norm and what follows it, in the kernels; `act`: None: its own activation."""
+    """Compute the norm and what follows it in the kernels; `act` None: its own activation."""
     proxy, how = _proxy(norm), _How(norm.num_groups, norm.eps, isinstance(norm, StridedGroupNorm), forks=forks)
     if proxy is None:
         how = how._replace(act=act or own_activation(norm) or "none")
@@ -187,7 +187,7 @@ def _fused(y: Tensor, weight: Tensor | None, bias: Tensor | None, how: _How, sho
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps its input, two numbers for each group of an image and, where a sum is rectified, its signs as bits."""
+    """A fused group norm; keeps its input, two numbers per group of an image and the signs of a rectified sum."""
 
     @staticmethod
     def forward(
@@ -213,7 +213,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _ProxiedNorm(torch.autograd.Function):
-    """A norm without scale and shift, and its proxy norm; keeps its input, and numbers of groups and channels."""
+    """A norm without scale and shift, and its proxy norm; keeps its input and numbers per group and channel."""
 
     @staticmethod
     def forward(

@@ -1,10 +1,10 @@
 """Group norm, a residual sum and an activation for channels-last memory in Triton, in two passes each way.
 
-Tables, tiles and activations are those of batch norm, but no tile has rows of two images: so the numbers of its groups
-are rows, too. A group is `size` neighbouring channels or, STRIDED, every n-th channel. Programs sum parts of images;
+Tables, tiles and activations are those of batch norm, but no tile has rows of two images, so the numbers of its groups
+are rows, too. A group is `size` adjacent channels or, if STRIDED, every n-th channel. Programs sum parts of images;
 small kernels merge those in a fixed order, so the same input always gives the same bits.
 
-Proxy norm, which replaces an activation, takes part in the same passes: its moments are two numbers of each channel.
+Proxy norm, which replaces an activation, is computed in the same passes: its moments are two numbers per channel.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
@@ -36,13 +36,13 @@ def _group_of(channel, size, groups, STRIDED: tl.constexpr):
 
 @triton.jit
 def _first_of(group, size, STRIDED: tl.constexpr):
-    """A group's first channel."""
+    """The first channel of a group."""
     return group if STRIDED else group * size
 
 
 @triton.jit
 def _numbers(statistics, weight, bias, image, channel, channels, there, size, STRIDED: tl.constexpr):
-    """Factor, bias and mean of an image's channels, to be spread over a tile's rows."""
+    """Factor, bias and mean of an image's channels, broadcast over a tile's rows."""
     groups = channels // size
     place = statistics + image * 2 * groups + _group_of(channel, size, groups, STRIDED)
     mean = tl.load(place, mask=there, other=0.0)[None, :]
@@ -53,7 +53,7 @@ def _numbers(statistics, weight, bias, image, channel, channels, there, size, ST
 
 @triton.jit
 def _members(group, start, sums, size, groups, STRIDED: tl.constexpr, MEMBERS: tl.constexpr):
-    """Some of the sums of each group in the lines of an image: their channels, offsets, and which of them exist."""
+    """Part of each group's sums in the lines of an image: channels, offsets, and which of them exist."""
     at = start + tl.arange(0, MEMBERS)
     line, member = (at // size)[None, :], (at % size)[None, :]
     channel = group[:, None] + member * groups if STRIDED else group[:, None] * size + member
@@ -63,7 +63,7 @@ def _members(group, start, sums, size, groups, STRIDED: tl.constexpr, MEMBERS: t
 @triton.jit(do_not_specialize=SIZES)
 def _sum_moments(x, partial, in_image, units, joined, parts, size, UNIT: tl.constexpr, STRIDED: tl.constexpr,
                  ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Of a part of an image: sums of x - pivot and of its square. The pivot is the first value of the group."""
+    """Sum x - pivot and its square over a part of an image. The pivot is the first value of the group."""
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
@@ -85,7 +85,7 @@ def _sum_moments(x, partial, in_image, units, joined, parts, size, UNIT: tl.cons
 @triton.jit(do_not_specialize=SIZES)
 def _merge_moments(partial, x, statistics, pixels, sums, size, groups, eps, STRIDED: tl.constexpr,
                    GROUPS: tl.constexpr, MEMBERS: tl.constexpr):  # fmt: skip
-    """Mean and 1 / deviation of some groups of an image, which has `sums` lines of sums."""
+    """Compute mean and 1 / deviation of some groups of an image, which has `sums` lines of sums."""
     image, group = tl.program_id(0), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     channels = groups * size
     start = partial + image.to(tl.int64) * sums * channels
@@ -111,7 +111,7 @@ def _merge_moments(partial, x, statistics, pixels, sums, size, groups, eps, STRI
 def _normalise(y, statistics, weight, bias, shortcut, moments, z, bits, in_image, units, joined, parts, size,
                UNIT: tl.constexpr, STRIDED: tl.constexpr, ACT: tl.constexpr, ADDS: tl.constexpr, KEEPS: tl.constexpr,
                PROXY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """act(norm(y) + shortcut); KEEPS: the signs, as bits; PROXY: less the proxy's mean, over its deviation."""
+    """act(norm(y) + shortcut); KEEPS: store the signs as bits; PROXY: standardise by the proxy's moments."""
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
@@ -136,9 +136,9 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, weight, bias, moments, parti
                    size, UNIT: tl.constexpr, STRIDED: tl.constexpr, ACT: tl.constexpr, TWO: tl.constexpr,
                    KEPT: tl.constexpr, STORES: tl.constexpr, PROXY: tl.constexpr,
                    ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Of a part of an image: sums of the norm's gradient g and of g (y - mean). STORES: g, for later use.
+    """Sum the norm's gradient g and g (y - mean) over a part of an image. STORES: store g for later use.
 
-    PROXY: also of the result's gradient, and of that times the activation less the proxy's mean.
+    PROXY: also the result's gradient, and its product with (activation - the proxy's mean).
     """
     channels = units * UNIT
     wide = channels * joined
@@ -184,7 +184,7 @@ def _sum_gradients(dz, dz2, y, bits, g, statistics, weight, bias, moments, parti
 @triton.jit(do_not_specialize=SIZES)
 def _merge_slopes(partial, statistics, weight, slopes, pixels, sums, size, groups, STRIDED: tl.constexpr,
                   GROUPS: tl.constexpr, MEMBERS: tl.constexpr):  # fmt: skip
-    """b and c of dy = factor g + b (y - mean) + c, for some groups of an image."""
+    """Compute b and c of dy = factor g + b (y - mean) + c for some groups of an image."""
     image, group = tl.program_id(0), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     channels = groups * size
     start = partial + image.to(tl.int64) * sums * channels
@@ -206,7 +206,7 @@ def _merge_slopes(partial, statistics, weight, slopes, pixels, sums, size, group
 @triton.jit(do_not_specialize=SIZES)
 def _merge_parameters(partial, statistics, moments, gradients, lines, sums, channels, size, STRIDED: tl.constexpr,
                       PROXY: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Gradients of weight and bias and, PROXY, of the moments; `lines`: of all images, `sums` of each."""
+    """Gradients of weight and bias and, if PROXY, of the moments; `lines`: of all images, `sums` of each."""
     groups = channels // size
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     exists = columns < channels
@@ -237,7 +237,7 @@ def _merge_parameters(partial, statistics, moments, gradients, lines, sums, chan
 def _spread_gradients(dz, dz2, y, bits, statistics, weight, bias, moments, slopes, dy, in_image, units, joined, parts,
                       size, UNIT: tl.constexpr, STRIDED: tl.constexpr, ACT: tl.constexpr, TWO: tl.constexpr,
                       KEPT: tl.constexpr, PROXY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The gradient of y."""
+    """Compute the gradient of y."""
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
@@ -272,7 +272,7 @@ class Grouped(Images):
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """What all passes are given."""
+        """The arguments of all passes."""
         shape = {name: value for name, value in self.shape.items() if name != "count"}
         return {**shape, "in_image": self.in_image, "size": self.channels // self.groups, "STRIDED": self.strided}
 
@@ -299,12 +299,12 @@ class Grouped(Images):
         return grid, {**sizes, "groups": self.groups, "STRIDED": self.strided, **tile, **FUSED}
 
     def partial(self, number: int, device: torch.device) -> Tensor:
-        """Where the programs put their sums, each `number` of them."""
+        """A new tensor for the programs' sums, `number` from each."""
         return torch.empty((number, self.images * self.parts * self.joined, self.channels), device=device)
 
 
 def statistics(x: Tensor, groups: int, *, strided: bool, eps: float) -> Tensor:
-    """Mean and 1 / deviation of each image's groups, N x 2 x groups, fp32."""
+    """The mean and 1 / deviation of each image's groups, N x 2 x groups, fp32."""
     table = Grouped.by(x, groups, strided=strided)
     found, partial = torch.empty((table.images, 2, groups), device=x.device), table.partial(2, x.device)
     grid, constants = table.summed
@@ -322,7 +322,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupNorm:
-    """What a norm does after its statistics are known: act(norm(y) + shortcut)."""
+    """A norm whose statistics are known: act(norm(y) + shortcut)."""
 
     y: Tensor
     found: Tensor  # the statistics
@@ -341,7 +341,7 @@ class GroupNorm:
         return (self.found, False) if self.moments is None else (self.moments, True)
 
     def apply(self, shortcut: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The result, and the signs of a rectified sum as bits, which the backward pass needs."""
+        """The result, and the signs of a rectified sum as bits for the backward pass."""
         y, table, (moments, proxy) = self.y, self.table, self._proxy
         z, adds = torch.empty_like(y), shortcut is not None
         keeps = adds and self.act == "relu"
@@ -356,7 +356,7 @@ class GroupNorm:
     def backward(
         self, dz: Tensor, *, dz2: Tensor | None = None, adds: bool = False, bits: Tensor | None = None
     ) -> Gradients:
-        """`dz` + `dz2` is the result's gradient; `adds`: there was a shortcut, with the signs of the sum in `bits`."""
+        """The gradients; `dz` + `dz2` is the result's, `adds`: there was a shortcut, with the sum's signs in `bits`."""
         y, found, weight, bias, table = self.y, self.found, self.weight, self.bias, self.table
         two, kept, kind, (moments, proxy) = dz2 is not None, bits is not None, ACTIVATIONS[self.act], self._proxy
         stores = adds and (kept or two)  # else the shortcut's gradient is dz itself

@@ -1,4 +1,4 @@
-"""Dense 3 x 3 convolutions of few channels, whose weight's gradient a kernel of our own computes faster than cuDNN."""
+"""Dense 3 x 3 convolutions of few channels, whose weight gradient our own kernel computes faster than cuDNN."""
 
 from typing import Any, NamedTuple
 
@@ -11,14 +11,14 @@ from falconet.models.own_convolution import OwnConv, is_bare
 
 
 class Tiling(NamedTuple):
-    """How the kernel divides its work; other numbers give other bits."""
+    """The kernel's division of its work; other numbers give other bits."""
 
     crossed: bool  # x is shifted by columns and dy by rows; else x by both
     span: int  # columns of x's operand in a program: channels of each shift
     pixels: int  # of a tile
     warps: int
-    stages: int  # one more than the tiles that are loaded ahead; with 1, loads pass through registers
-    piece: int  # channels that a thread copies at a time: 8 past the L1 cache, 4 through it
+    stages: int  # one more than the tiles loaded ahead; with 1, loads go through registers
+    piece: int  # channels that a thread copies at a time: 8 bypass the L1 cache, 4 go through it
     programs: int  # that share the pixels
 
 
@@ -33,7 +33,7 @@ _TILINGS = {
 
 
 def can_compute(conv: nn.Conv2d) -> bool:
-    """Whether the kernel computes the weight's gradient of the layer, and does it faster."""
+    """Whether the kernel can compute the layer's weight gradient, and is faster."""
     return (
         type(conv) is nn.Conv2d  # a subclass may compute something else
         and (conv.in_channels, conv.out_channels) in _TILINGS
@@ -59,7 +59,7 @@ class NarrowConv(OwnConv):
 
 
 class _Narrow(torch.autograd.Function):
-    """The weight may be in fp32 where the images are in half precision; its gradient then is, too."""
+    """The weight may be in fp32 while the images are in half precision; its gradient is then in fp32, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

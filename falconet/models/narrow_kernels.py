@@ -1,12 +1,12 @@
 """The weight's gradient of dense 3 x 3 convolutions of few channels, stride 1 and padding 1, in Triton.
 
-Few channels meet many pixels, so the work is to move bytes: from memory once, and as seldom as possible within the
-chip. A program takes neighbouring rows of all images, tile by tile, and keeps its sums of products in registers until
+With few channels and many pixels, the work is to move bytes: from memory once, and as seldom as possible within the
+chip. A program takes adjacent rows of all images, tile by tile, and keeps its sums of products in registers until
 it has seen all of its pixels; a second kernel merges the sums of all programs in a fixed order: no atomics, so the same
 input always gives the same bits.
 
-One product of a tile gives all taps. Its operands have a column for each channel of each shift: either those of x are
-shifted by nine taps, or those of x by a column and those of dy by a row, three each. The latter moves fewer bytes into
+One product of a tile gives all taps. Its operands have a column for each channel of each shift: either x is
+shifted by nine taps, or x by three columns and dy by three rows. The latter moves fewer bytes into
 shared memory, but its products have the square of three times the channels, of which tensor cores take whole blocks.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
@@ -32,9 +32,9 @@ def _sum_products(x, dy, partial, height, width, rows, share,
                   IN: tl.constexpr, STRIDE: tl.constexpr, OUT: tl.constexpr, CROSSED: tl.constexpr, SPAN: tl.constexpr,
                   INNER: tl.constexpr, OUTER: tl.constexpr, TURNED: tl.constexpr,
                   LINES: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Sums over `share` rows of pixels. SPAN: columns of x's operand in this program; STRIDE: channels of x in memory.
+    """Sum over `share` rows of pixels. SPAN: columns of x's operand in this program; STRIDE: channels of x in memory.
 
-    `rows`: of all images. TURNED: x's operand makes the rows of the product.
+    `rows`: rows of all images. TURNED: x's operand gives the rows of the product.
     """
     pixel = tl.arange(0, LINES * COLUMNS)
     line, column = pixel // COLUMNS, tl.program_id(2) * COLUMNS + pixel % COLUMNS
@@ -56,7 +56,7 @@ def _sum_products(x, dy, partial, height, width, rows, share,
     at = (line * width + column)[:, None]
     x_at = at * STRIDE + ((down * width + right) * STRIDE + place % IN)[None, :]
     dy_at = at * OUT + (outer % OUT - up * width * OUT)[None, :]
-    if PIECE < 8:  # whatever is copied past the registers 16 bytes at a time is copied past the L1 cache, too
+    if PIECE < 8:  # direct copies of 16 bytes at a time bypass the L1 cache, too
         x_at = tl.max_contiguous(x_at, (1, PIECE))
         if CROSSED:
             dy_at = tl.max_contiguous(dy_at, (1, PIECE))
@@ -92,7 +92,7 @@ def _sum_products(x, dy, partial, height, width, rows, share,
 @triton.jit(do_not_specialize=SIZES)
 def _merge_products(partial, gradient, sums, of_output, of_input, of_row, of_column,
                     IN: tl.constexpr, OUT: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The programs' sums in a fixed order; `of_...`: strides of the gradient."""
+    """Add the programs' sums in a fixed order; `of_...`: strides of the gradient."""
     place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     known = place < 9 * IN * OUT
     total = tl.zeros((LINES, COLUMNS), tl.float32)
@@ -107,7 +107,7 @@ def _merge_products(partial, gradient, sums, of_output, of_input, of_row, of_col
 
 @dataclass(frozen=True)
 class _Division:
-    """How the pixels of all images are divided among tiles and programs."""
+    """The division of all images' pixels among tiles and programs."""
 
     lines: int  # rows of a tile
     columns: int  # pixels of each
@@ -126,7 +126,7 @@ class _Division:
 
 
 def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
-    """Of the weight's format and strides; x may have further channels, which are left out."""
+    """The weight's gradient in its format and strides; further channels of x are left out."""
     return merge(sum_products(x, dy, weight.shape[1], tiling), weight)
 
 
@@ -149,7 +149,7 @@ def sum_products(x: Tensor, dy: Tensor, inputs: int, tiling: Tiling) -> Tensor:
 
 
 def merge(partial: Tensor, weight: Tensor) -> Tensor:
-    """Their sum, of the weight's format and strides."""
+    """The total of the programs' sums, in the weight's format and strides."""
     sums, outputs, _, inputs = partial.shape
     gradient = torch.empty_like(weight)
     _merge_products[(triton.cdiv(gradient.numel(), 64),)](

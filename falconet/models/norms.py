@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def apply(model: nn.Module, options: Model) -> nn.Module:
-    """Change every 2d batch norm of `model`, in place, to what the options ask for."""
+    """Replace every 2d batch norm of `model`, in place, by the norm that the options ask for."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
     if not layers:
         _check_defaults(options)
@@ -80,12 +80,12 @@ def _one_pass(layer: nn.BatchNorm2d) -> "OnePassBatchNorm2d":
 
 
 def _acts(layer: nn.BatchNorm2d) -> "TypeGuard[BatchNormAct2d]":
-    """Whether it has an activation, as timm's norms do; not by class, because timm takes two seconds to import."""
+    """Whether a norm has an activation, as timm's do; not by class, because importing timm takes two seconds."""
     return hasattr(layer, "act")
 
 
 def _add_biases(model: nn.Module) -> None:
-    """Give every convolution without a bias one of zeros, in place of the norms' shifts."""
+    """Give every convolution without a bias one of zeros, which replaces the norms' shifts."""
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d) and layer.bias is None:
             layer.bias = nn.Parameter(torch.zeros(layer.out_channels))
@@ -112,7 +112,7 @@ def _check_defaults(options: Model) -> None:
 class OnePassBatchNorm2d(nn.BatchNorm2d):
     """nn.BatchNorm2d whose variance takes one pass in fp32: E[x^2] - E[x]^2.
 
-    Where a channel's mean is far from 0 the difference cancels: the variance is off by about 1e-7 * mean^2, but never
+    If a channel's mean is far from 0, the difference cancels: the variance is off by about 1e-7 * mean^2, but never
     negative. Evaluation is torch's. `drop` and `act` follow, as in timm's norms.
     """
 
@@ -134,7 +134,7 @@ class OnePassBatchNorm2d(nn.BatchNorm2d):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, *, count: int) -> None:
-        """As torch does: the unbiased variance, weighted by the momentum, or averaged over all batches without one."""
+        """Track the unbiased variance like torch: weighted by the momentum or, without one, a mean over all batches."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         if not self.track_running_stats:
@@ -193,7 +193,7 @@ def move_once(model: nn.Module, *, micro_batches: int) -> None:
     layers = [(layer, layer.momentum) for layer in model.modules() if isinstance(layer, _BatchNorm)]
     if micro_batches == 1 or not layers:
         return
-    counts = [0, 0]  # micro-batches of this update; of one that is only captured, which may be given up
+    counts = [0, 0]  # micro-batches of this update, and of one being captured, which may fail
 
     def begin(module: nn.Module, inputs: Any) -> None:
         if not module.training or isinstance(inputs[0], FakeTensor):  # a pass that computes nothing

@@ -1,6 +1,6 @@
 """The first and the last layers of a network, as layers that take fewer passes over memory on CUDA.
 
-Elsewhere they run as they are. `models/fusion.py` finds them in a model.
+Elsewhere they run unchanged. `models/fusion.py` finds them in a model.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ def widened(weight: Tensor, channels: int) -> Tensor:
 
 
 def padded_stem(conv: nn.Conv2d) -> PaddedConv:
-    """A first convolution with as many channels as it is fastest with."""
+    """A first convolution, padded to the number of channels with which it is fastest."""
     return PaddedConv(conv, channels=4 if conv.kernel_size == (7, 7) else 8)
 
 
@@ -50,13 +50,13 @@ class FusedStem(nn.Module):
     channels = 4  # of the images that the kernel takes; the last is 0
 
     def __init__(self, conv: nn.Conv2d, act: nn.Module, *, outputs: int | None = None) -> None:
-        """`outputs`: channels of the kernel's result, if those beyond the convolution's are to be 0."""
+        """`outputs`: channels of the kernel's result; those beyond the convolution's are 0."""
         super().__init__()
         self.conv, self.act, self.outputs = conv, act, outputs or conv.out_channels
         self.kind = kind_of(act) or "none"
 
     def saved(self, x: Tensor) -> list[Tensor]:
-        """What the backward pass keeps."""
+        """The tensors kept for the backward pass."""
         return [x]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,14 +68,14 @@ class FusedStem(nn.Module):
 
 
 def can_be_stem(conv: nn.Conv2d) -> bool:
-    """Whether the kernel computes what the layer does."""
+    """Whether the kernel can compute the layer."""
     is_plain = type(conv) is nn.Conv2d and conv.padding == (0, 0) and conv.stride == conv.dilation == (1, 1)
     is_fixed = conv.bias is not None and not conv.weight.requires_grad and not conv._forward_hooks
     return is_plain and is_fixed and conv.kernel_size == (2, 2) and conv.in_channels == 3 and conv.out_channels <= 64
 
 
 class _Stem(torch.autograd.Function):
-    """Keeps the images."""
+    """The fused stem; keeps the images for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, bias: Tensor, layer: FusedStem) -> Tensor:  # noqa: ARG004
@@ -96,10 +96,10 @@ class _Stem(torch.autograd.Function):
 
 
 class Means(nn.Module):
-    """The mean over each image's pixels, whose gradient is not spread over them before the norm's pass does it."""
+    """The mean over each image's pixels, whose gradient stays small until the norm's pass spreads it."""
 
     def __init__(self, *, keeps: bool) -> None:
-        """`keeps`: the pixels' dimensions stay, as one."""
+        """`keeps`: the pixels' dimensions stay, with size one."""
         super().__init__()
         self.keeps = keeps
 
@@ -121,7 +121,7 @@ class _Means(torch.autograd.Function):
 
 
 class Peaks(nn.Module):
-    """The largest value of each channel of an image; equal ones share its gradient, as torch's do in more passes."""
+    """The largest value of each channel of an image; equal values share its gradient, as in torch."""
 
     def forward(self, x: Tensor) -> Tensor:  # N x C x H x W -> N x C
         if not x.is_cuda or not x.is_contiguous(memory_format=torch.channels_last):

@@ -1,4 +1,4 @@
-"""What the convolutions by our own kernels have in common."""
+"""The common base of convolutions by our own kernels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 
 class OwnConv(nn.Module, ABC):
-    """A convolution that shares another's weight; the other runs where the kernels do not fit."""
+    """A convolution that shares the weight of a plain one, which runs when the kernels cannot."""
 
     formats: ClassVar[Sequence[torch.dtype]]
 
     def __init__(self, conv: nn.Conv2d) -> None:
-        """`conv`: one that the kernels compute."""
+        """`conv`: a convolution that the kernels can compute."""
         super().__init__()
         self.conv = conv
 
@@ -27,13 +27,13 @@ class OwnConv(nn.Module, ABC):
         return self.plain(x)
 
     def plain(self, x: Tensor) -> Tensor:
-        """As torch computes it."""
+        """The convolution as torch computes it."""
         found: Tensor = self.conv(x)
         return found
 
     @abstractmethod
     def convolved(self, x: Tensor) -> Tensor:
-        """By our kernels; the weight may be in fp32 where x is in half precision."""
+        """The convolution by our kernels; the weight may be in fp32 while x is in half precision."""
 
     def _fits(self, x: Tensor) -> bool:
         """Whether the kernels can take this input; they count an image's elements in 32 bits."""
@@ -42,7 +42,7 @@ class OwnConv(nn.Module, ABC):
 
 
 def is_bare(conv: nn.Conv2d) -> bool:
-    """Whether the layer computes its sums of products and nothing else, of which hooks could be a part."""
+    """Whether the layer computes a plain convolution and nothing else, such as in hooks."""
     return (
         conv.dilation == (1, 1)
         and conv.bias is None

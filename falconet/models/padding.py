@@ -50,7 +50,7 @@ def _first_conv(model: nn.Module) -> tuple[str, nn.Conv2d]:
 
 
 class SameConv2d(nn.Conv2d):
-    """A convolution that pads according to its input's size; its parameters are those of nn.Conv2d."""
+    """A convolution that pads by its input's size; its parameters are those of nn.Conv2d."""
 
     def forward(self, images: Tensor) -> Tensor:  # N x C x H x W -> N x C' x ceil(H / stride) x ceil(W / stride)
         return super().forward(padded(images, self.kernel_size, self.stride))
@@ -61,7 +61,7 @@ class SamePaddedConv2d(SameConv2d, PaddedConv2d):
 
 
 class SameMaxPool2d(nn.MaxPool2d):
-    """SAME padding for max pooling; the padding never wins."""
+    """SAME padding for max pooling; the padding is never the maximum."""
 
     def forward(self, images: Tensor) -> Tensor:
         kernel, stride = _pair(self.kernel_size), _pair(self.stride)
@@ -74,12 +74,12 @@ class SameMaxPool2d(nn.MaxPool2d):
 
 
 def pads_same(conv: nn.Conv2d) -> bool:
-    """Whether a convolution is a plain one but for SAME padding: ours or timm's."""
+    """Whether a convolution is plain apart from SAME padding, ours or timm's."""
     return type(conv) is SameConv2d or type(conv).__name__ == "Conv2dSame"
 
 
 def pad_as_tensorflow(model: nn.Module) -> None:
-    """Give every layer that strides SAME padding, in place; without a stride, symmetric padding already is SAME."""
+    """Give every strided layer SAME padding, in place; without a stride, symmetric padding already is SAME."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Conv2d) and type(layer) in _SAME and max(layer.stride) > 1 < max(layer.kernel_size):
             model.set_submodule(name, _same_conv(layer).train(layer.training))
@@ -104,7 +104,7 @@ def padded(images: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], *, 
 
 
 def same_padding(size: int, *, kernel: int, stride: int) -> tuple[int, int]:
-    """Before and after a side, for as many windows as start inside of it."""
+    """The padding before and after a side, for all windows that start inside it."""
     windows = -(-size // stride)
     missing = max((windows - 1) * stride + kernel - size, 0)
     return missing // 2, missing - missing // 2

@@ -1,7 +1,7 @@
-"""1 x 1 convolutions that are computed together with the batch norm after them, where that takes less time.
+"""1 x 1 convolutions that are computed together with the batch norm after them if that takes less time.
 
-Triton was seen to compile such kernels to wrong results for some widths. So each one is tried in every process before
-it is used, on noise, which takes about a millisecond. On tensors without memory a trial launches its kernels, so that
+Triton has compiled such kernels to wrong results for some widths. So each one is tried on noise in every process before
+it is used, which takes about a millisecond. On tensors without memory, a trial launches its kernels so that
 they are compiled ahead, and decides nothing.
 """
 
@@ -24,7 +24,7 @@ SHARED = 220_000  # bytes of shared memory that a program may need; an H100 has 
 
 
 def can_compute(conv: nn.Conv2d) -> bool:
-    """Whether the kernels compute what the layer does."""
+    """Whether the kernels can compute the layer."""
     return (
         type(conv) is nn.Conv2d  # a subclass may compute something else
         and conv.kernel_size == (1, 1)
@@ -41,7 +41,7 @@ def can_compute(conv: nn.Conv2d) -> bool:
 
 
 def fits(conv: nn.Conv2d, x: Tensor) -> bool:
-    """Whether the kernels can take this input; others go through the layer itself."""
+    """Whether the kernels can take this input; for others, the plain layer runs."""
     dense = x.is_cuda and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
     halves = x.dtype in (torch.float16, torch.bfloat16)
     same = x.dtype == (torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else conv.weight.dtype)
@@ -53,7 +53,7 @@ def fits(conv: nn.Conv2d, x: Tensor) -> bool:
 
 @cache
 def _has_room(device: torch.device) -> bool:
-    """Whether it is a GPU that the kernels were written for."""
+    """Whether the device is a GPU for which the kernels were written."""
     properties = torch.cuda.get_device_properties(device)
     return bool(properties.major == 9 and properties.shared_memory_per_block_optin >= SHARED)
 
@@ -66,7 +66,7 @@ def shape_after(weight: Tensor | None, x: Tensor) -> torch.Size:
 def backward(
     reached: "Reached", y: Tensor, found: Tensor, slopes: Tensor, x: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight."""
+    """The gradients of x and of the weight."""
     from falconet.models import pointwise_kernels
 
     outputs, inputs = weight.shape[:2]
@@ -82,7 +82,7 @@ def backward(
 def _plain_backward(
     reached: "Reached", y: Tensor, found: Tensor, slopes: Tensor, x: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The norm's gradient stored, and then cuDNN's two."""
+    """The gradients of x and of the weight by cuDNN, after storing the norm's gradient."""
     from falconet.models import batchnorm_kernels
 
     dy, _ = batchnorm_kernels.spread_gradients(reached, y, found, slopes)
@@ -97,7 +97,7 @@ Pairs = list[tuple[Tensor, Tensor]]  # what our kernels compute, and what the la
 
 @cache
 def _tried_forward(outputs: int, inputs: int, *facts: Any) -> bool:
-    """Whether the kernel computes what cuDNN and a pass for the sums do."""
+    """Whether the kernel gives the same result as cuDNN and a pass for the sums."""
     return _agree(*_forward_trial(*_noise(outputs, inputs, *facts)), what=f"{inputs} to {outputs} channels")
 
 
@@ -114,7 +114,7 @@ def _forward_trial(x: Tensor, weight: Tensor, _: Tensor) -> Pairs:
 
 @cache
 def _tried_backward(act: str, two: bool, outputs: int, inputs: int, *facts: Any) -> bool:
-    """Whether the kernel computes what a pass for the norm's gradient and cuDNN do."""
+    """Whether the kernel gives the same result as a pass for the norm's gradient and cuDNN."""
     pairs = _backward_trial(*_noise(outputs, inputs, *facts), act, two)
     return _agree(*pairs, what=f"the gradients of {inputs} to {outputs} channels")
 
@@ -133,7 +133,7 @@ def _backward_trial(x: Tensor, weight: Tensor, dz: Tensor, act: str, two: bool) 
 def _tensors(
     outputs: int, inputs: int, dtype: torch.dtype, weights: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """An input, a weight and a gradient, so large that every program has several tiles, except of many channels."""
+    """An input, a weight and a gradient, large enough for several tiles per program unless there are many channels."""
     images = max(8, NOISE // (1024 * max(inputs, outputs)))
 
     def made(*shape: int, of: torch.dtype = dtype) -> Tensor:
@@ -149,7 +149,7 @@ def _noise(*facts: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _numbers(channels: int, device: torch.device) -> "tuple[Tensor, Tensor, Running]":
-    """A norm's weight, bias and running statistics; with the latter, its kernels are those of an update."""
+    """A norm's weight, bias and running statistics, with which the kernels are the same as in an update."""
     from falconet.models import batchnorm_kernels
 
     one, zero = torch.ones(channels, device=device), torch.zeros(channels, device=device)

@@ -1,13 +1,13 @@
-"""A 1 x 1 convolution and the batch norm after it in Triton: one pass over memory less forward, three less backward.
+"""A 1 x 1 convolution and the batch norm after it in Triton, with one pass less forward and three less backward.
 
 Forward, the norm's sums are taken from the convolution's result before it leaves the chip. Backward, the gradient of
-the convolution's result is computed where it is used and never stored: one read of what it is made of gives both the
-gradient of the input and that of the weight, whose sums stay in registers. That pays where few channels meet many
+the convolution's result is computed where it is used and never stored: one read of its inputs gives both the
+gradient of the input and that of the weight, whose sums stay in registers. That is faster with few channels and many
 pixels, because memory then takes longer than the products. As in `batchnorm_kernels.py`, programs add in a fixed order,
 without atomics: the same input gives the same bits.
 
-All products have channels for rows and pixels for columns. A thread then holds many pixels of few channels, which it
-adds up by itself, and what is computed of a tile is an operand that tensor cores read from shared memory.
+All products have channels as rows and pixels as columns. A thread then holds many pixels of few channels, which it
+adds up by itself, and a computed tile is an operand that tensor cores read from shared memory.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
@@ -30,7 +30,7 @@ CHUNK = 32  # sums that it reads at a time
 
 @triton.jit
 def _tile_at(tile, count, columns, CHANNELS: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
-    """Offsets of a tile's elements, and which of them exist. FULL: all columns do."""
+    """The offsets of a tile's elements, and which of them exist. FULL: all columns do."""
     rows = tile * ROWS + tl.arange(0, ROWS)
     inside = (rows < count)[:, None]
     if not FULL:
@@ -40,7 +40,7 @@ def _tile_at(tile, count, columns, CHANNELS: tl.constexpr, ROWS: tl.constexpr, F
 
 @triton.jit
 def _convolved(x, weight, tile, count, inner, IN: tl.constexpr, ROWS: tl.constexpr, FULL: tl.constexpr):
-    """Channels by pixels."""
+    """A tile of the convolution's result, channels by pixels."""
     offsets, inside = _tile_at(tile, count, inner, IN, ROWS, FULL)
     return tl.dot(weight, tl.trans(tl.load(x + offsets, mask=inside, other=0.0)))
 
@@ -48,7 +48,7 @@ def _convolved(x, weight, tile, count, inner, IN: tl.constexpr, ROWS: tl.constex
 @triton.jit(do_not_specialize=SIZES)
 def _convolve(x, weight, y, partial, count, tiles, IN: tl.constexpr, OUT: tl.constexpr, INNER: tl.constexpr,
               COLUMNS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """The convolution, and sums of y - pivot and of its square; the pivot is the first row of y."""
+    """Compute the convolution, and the sums of y - pivot and its square; the pivot is the first row of y."""
     inner, columns = tl.arange(0, INNER), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = columns < OUT
     full: tl.constexpr = IN == INNER
@@ -58,7 +58,7 @@ def _convolve(x, weight, y, partial, count, tiles, IN: tl.constexpr, OUT: tl.con
     pivot = tl.sum(tl.where((tl.arange(0, ROWS) == 0)[None, :], head, 0.0), 1)[:, None]
     first, second = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        tile = tiles - 1 - number  # from the end, which the norm before wrote last
+        tile = tiles - 1 - number  # from the end, which the preceding norm wrote last
         h = _convolved(x, w, tile, count, inner, IN, ROWS, full).to(y.dtype.element_ty)
         offsets, inside = _tile_at(tile, count, columns, OUT, ROWS, OUT % COLUMNS == 0)
         tl.store(y + offsets, tl.trans(h), mask=inside)
@@ -77,7 +77,7 @@ def _line(values, line, columns, OUT: tl.constexpr):
 
 @triton.jit
 def _numbers(statistics, slopes, columns, OUT: tl.constexpr):
-    """Of a norm's backward pass: factor, slope, constant, mean and bias."""
+    """Load the numbers of a norm's backward pass: factor, slope, constant, mean and bias."""
     b, mean = _line(slopes, 1, columns, OUT), _line(slopes, 2, columns, OUT)
     return _line(slopes, 0, columns, OUT), b, _line(slopes, 3, columns, OUT), mean, _line(statistics, 1, columns, OUT)
 
@@ -94,12 +94,12 @@ def _gradient(dz, dz2, y, tile, count, columns, a, b, c, mean, bias, OUT: tl.con
     if ACT > 0:
         d = passed(normed(v, a, bias, mean), d, ACT)
     d = d * a + (v - mean) * b + c
-    return tl.where(inside, d, 0.0).to(y.dtype.element_ty)  # of no pixel it may be infinite, and the product NaN
+    return tl.where(inside, d, 0.0).to(y.dtype.element_ty)  # a missing pixel may have inf, and the product NaN
 
 
 @triton.jit
 def _weight_at(outer, inner, IN: tl.constexpr, OUT: tl.constexpr):
-    """Offsets of a weight's elements, input by output channels, and which of them exist."""
+    """The offsets of a weight's elements, input by output channels, and which of them exist."""
     return outer[None, :] * IN + inner[:, None], (outer < OUT)[None, :] & (inner < IN)[:, None]
 
 
@@ -107,7 +107,7 @@ def _weight_at(outer, inner, IN: tl.constexpr, OUT: tl.constexpr):
 def _convolve_back(dz, dz2, y, statistics, slopes, x, weight, dx, partial, count, tiles,
                    IN: tl.constexpr, OUT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, REST: tl.constexpr,
                    ACT: tl.constexpr, TWO: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """The gradient of x and this program's part of the weight's. REST: result channels beyond OUTER, 0 if none."""
+    """Compute the gradient of x and this program's part of the weight's. REST: result channels beyond OUTER, or 0."""
     inner, outer = tl.arange(0, INNER), tl.arange(0, OUTER)
     at, known = _weight_at(outer, inner, IN, OUT)
     w = tl.load(weight + at, mask=known, other=0.0).to(x.dtype.element_ty)
@@ -149,7 +149,7 @@ def _merge_weights(partial, dw, sums, elements, CHUNK: tl.constexpr, SIZE: tl.co
 
 
 class Tiling(NamedTuple):
-    """How a pass is divided; programs are those that an H200 runs at once, and others would give other bits."""
+    """The division of a pass; the number of programs is what an H200 runs at once, and any other gives other bits."""
 
     rows: int  # pixels of a tile
     stages: int  # tiles in flight, and one
@@ -157,7 +157,7 @@ class Tiling(NamedTuple):
     programs: int
 
     def of(self, x: Tensor) -> tuple[int, dict[str, int]]:
-        """Programs and constants for an input."""
+        """The number of programs and the constants for an input."""
         count = x.numel() // x.shape[1]
         tiles = -(-count // self.rows)
         sizes = {"count": count, "tiles": tiles, "ROWS": self.rows, "STAGES": self.stages, "num_warps": self.warps}
@@ -169,7 +169,7 @@ def _power(number: int, least: int) -> int:
 
 
 def _forward_tiling(inputs: int, outputs: int) -> tuple[int, Tiling]:
-    """Columns of a program, and the rest: the fastest of about ten on an H200."""
+    """The columns of a program and the rest of the tiling, the fastest of about ten on an H200."""
     if outputs <= 64:
         return 64, Tiling(64, 3, 4, 528 if inputs <= 128 else 132)
     if inputs > 128:
@@ -180,7 +180,7 @@ def _forward_tiling(inputs: int, outputs: int) -> tuple[int, Tiling]:
 
 
 def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The convolution, and the programs' sums for `batchnorm_kernels.numbers`."""
+    """The convolution's result, and the programs' sums for `batchnorm_kernels.numbers`."""
     outputs, inputs = weight.shape[:2]
     shape = (x.shape[0], outputs, *x.shape[2:])
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
@@ -195,7 +195,7 @@ def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Widths(NamedTuple):
-    """Of the backward pass: input channels, the first and the other result channels, as powers of two."""
+    """The widths of a backward pass: input channels, first and other result channels, as powers of two."""
 
     inner: int  # at least 64, the rows of the smallest product of four warps
     outer: int
@@ -220,7 +220,7 @@ def can_go_back(inputs: int, outputs: int) -> bool:
 
 
 def _backward_tiling(widths: _Widths, *, reads: int) -> Tiling:
-    """The fastest of about ten on an H200. `reads`: tensors of the result's size."""
+    """The tiling that was fastest of about ten on an H200. `reads`: tensors of the result's size."""
     if widths.weights > 64 * 256:
         return Tiling(32, 3 if reads == 2 else 2, 8, 132)
     if widths.inner > 64:

@@ -1,10 +1,10 @@
-"""Max pools beside a batch norm, for channels-last memory: after one and its ReLU, or before one.
+"""Max pools next to a batch norm, for channels-last memory: after the norm and its ReLU, or before the norm.
 
-After, as in the stem of a ResNet (3 x 3, every second pixel): what is rectified is never stored; the pooled values and,
-for each, which of the nine won and what it was before the norm are five eighths of its bytes. ABOVE and LEFT are the
+After, as in the stem of a ResNet (3 x 3, every second pixel): rectified values are never stored; the pooled values and,
+for each, which of the nine won and its value before the norm are five eighths of their bytes. ABOVE and LEFT are the
 pixels of padding before the image: 1 or, as TensorFlow pads even sides, 0. Before (2 x 2): the pass that halves the
-image also sums what the norm needs, and its gradient is written where the winners were. And the largest value of each
-channel, as SpeedNet ends with.
+image also computes the norm's sums, and its gradient is written where the winners were. Also the largest value of each
+channel, with which SpeedNet ends.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
@@ -42,7 +42,7 @@ WIDE = 256  # channels of a program that looks at all pixels of an image
 
 
 class Spreading(NamedTuple):
-    """How the gradient of what was halved is divided."""
+    """The division of the work for the gradient of a 2 x 2 pool."""
 
     elements: int  # of a tile
     widths: Sequence[int]  # channels that a tile may have
@@ -57,7 +57,7 @@ SIZES = ["count", "images", "height", "width", "tiles", "share", "joined"]  # co
 
 @triton.jit
 def _place(number, count, height, width, ROWS: tl.constexpr):
-    """Numbers of a tile's pixels in their tensor, image, line and column of each, and which exist."""
+    """The indices of a tile's pixels in their tensor, their image, line and column, and which of them exist."""
     pixel = number * ROWS + tl.arange(0, ROWS)
     in_image = pixel % (height * width)
     return pixel, pixel // (height * width), in_image // width, in_image % width, pixel < count
@@ -66,7 +66,7 @@ def _place(number, count, height, width, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def _pool(y, statistics, z, winners, before, count, height, width, units, UNIT: tl.constexpr, ABOVE: tl.constexpr,
           LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """`height`, `width`: of y; `count`: pooled pixels."""
+    """Compute the pooled activation; `height`, `width`: of y; `count`: pooled pixels."""
     channels = units * UNIT
     columns, channel, there = columns_of(channels, 1, COLUMNS)
     pixel, image, line, column, exists = _place(tl.program_id(0), count, (height + 1) // 2, (width + 1) // 2, ROWS)
@@ -95,7 +95,7 @@ def _pool(y, statistics, z, winners, before, count, height, width, units, UNIT: 
 @triton.jit(do_not_specialize=SIZES)
 def _sum_pooled(dz, dz2, winners, before, g, statistics, partial, count, tiles, units, joined, UNIT: tl.constexpr,
                 TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Sums of the gradient g of what won, and of g (y - mean); stores g."""
+    """Sum the winners' gradient g and g (y - mean); store g."""
     channels = units * UNIT
     wide = channels * joined
     columns, channel, there = columns_of(channels, joined, COLUMNS)
@@ -119,7 +119,7 @@ def _sum_pooled(dz, dz2, winners, before, g, statistics, partial, count, tiles, 
 
 @triton.jit
 def _of_window(g, winners, down, right, image, lower, far, columns, there, exists, channels):
-    """Gradients and winners of pooled pixels; 9 where there is none."""
+    """The gradients and winners of pooled pixels; 9 for missing ones."""
     valid = exists & (down >= 0) & (down < lower) & (right >= 0) & (right < far)
     inside = valid[:, None] & there[None, :]
     offsets = ((image * lower + down).to(tl.int64) * far + right)[:, None] * channels + columns[None, :]
@@ -128,7 +128,7 @@ def _of_window(g, winners, down, right, image, lower, far, columns, there, exist
 
 @triton.jit
 def _put(dy, y, d, slopes, image, line, column, height, width, exists, columns, channel, there, channels):
-    """The gradient of a pixel, from that of its activation."""
+    """Store the gradient of a pixel, from that of its activation."""
     valid = exists & (line >= 0) & (line < height) & (column >= 0) & (column < width)
     inside = valid[:, None] & there[None, :]
     offsets = ((image * height + line).to(tl.int64) * width + column)[:, None] * channels + columns[None, :]
@@ -139,9 +139,9 @@ def _put(dy, y, d, slopes, image, line, column, height, width, exists, columns, 
 @triton.jit(do_not_specialize=SIZES)
 def _spread_pooled(g, y, winners, slopes, dy, count, height, width, units, UNIT: tl.constexpr, ABOVE: tl.constexpr,
                    LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The gradient of y, for blocks of four pixels: a window's own, and those that it shares with the next windows.
+    """Compute y's gradient for blocks of four pixels: a window's own, and those that it shares with the next windows.
 
-    Without padding before the image, the first blocks begin before it, and have no window of their own.
+    Without padding before the image, the first blocks begin before it and have no window of their own.
     """
     channels = units * UNIT
     columns, channel, there = columns_of(channels, 1, COLUMNS)
@@ -166,7 +166,7 @@ def _spread_pooled(g, y, winners, slopes, dy, count, height, width, units, UNIT:
 
 @triton.jit
 def _largest(y, image, line, column, height, width, columns, channels, inside):
-    """The largest of 2 x 2 pixels, and which it is; of equal ones the first, as torch has it."""
+    """The largest of 2 x 2 pixels, and which it is; the first of equal ones, as in torch."""
     corner = ((image * height + 2 * line).to(tl.int64) * width + 2 * column)[:, None] * channels + columns[None, :]
     best = loaded(y, corner, inside)
     winner = tl.zeros_like(best).to(tl.int32)
@@ -181,7 +181,7 @@ def _largest(y, image, line, column, height, width, columns, channels, inside):
 @triton.jit(do_not_specialize=SIZES)
 def _halve(y, pooled, winners, partial, count, height, width, tiles, units, UNIT: tl.constexpr,
            ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """`count`: pooled pixels; sums of them and of their squares around the first, as a norm takes them."""
+    """Pool and sum the pooled pixels and their squares around the first, as for a norm; `count`: pooled pixels."""
     channels = units * UNIT
     columns, _, there = columns_of(channels, 1, COLUMNS)
     lower, far = height // 2, width // 2
@@ -206,7 +206,7 @@ def _halve(y, pooled, winners, partial, count, height, width, tiles, units, UNIT
 @triton.jit(do_not_specialize=SIZES)
 def _halve_normed(y, statistics, z, count, height, width, units, UNIT: tl.constexpr, ACT: tl.constexpr,
                   ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """act(norm(pool(y))), for a norm whose numbers are known."""
+    """Compute act(norm(pool(y))) for a norm whose numbers are known."""
     channels = units * UNIT
     columns, channel, there = columns_of(channels, 1, COLUMNS)
     pixel, image, line, column, exists = _place(tl.program_id(0), count, height // 2, width // 2, ROWS)
@@ -221,10 +221,10 @@ def _halve_normed(y, statistics, z, count, height, width, units, UNIT: tl.conste
 def _spread_halved(dz, dz2, pooled, winners, statistics, slopes, dy, images, height, width, tiles, share, units,
                    UNIT: tl.constexpr, ACT: tl.constexpr, TWO: tl.constexpr,
                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """The gradient of y, for blocks of four pixels; an odd last line or column, which no window has, gets zeros.
+    """Compute y's gradient for blocks of four pixels; an odd last line or column, in no window, gets zeros.
 
-    A program takes the same blocks of `share` images: where they are in an image, and what is known of their channels,
-    it finds once. `tiles`: of an image.
+    A program takes the same blocks of `share` images, so it computes their places in an image and loads their channels'
+    numbers once. `tiles`: per image.
     """
     channels = units * UNIT
     columns, channel, there = columns_of(channels, 1, COLUMNS)
@@ -254,7 +254,7 @@ def _spread_halved(dz, dz2, pooled, winners, statistics, slopes, dy, images, hei
 
 @triton.jit
 def _peak(x, peaks, pixels, channels, COLUMNS: tl.constexpr):
-    """A program: some channels of one image."""
+    """Find the largest value per channel; a program takes some channels of one image."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there, image = columns < channels, tl.program_id(0).to(tl.int64)
     best = tl.full((COLUMNS,), float("-inf"), tl.float32)
@@ -266,7 +266,7 @@ def _peak(x, peaks, pixels, channels, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _spread_peak(x, peaks, g, dx, pixels, channels, COLUMNS: tl.constexpr):
-    """The gradient of a peak, in equal parts to all pixels that have it; no pixel equals NaN, and all get that."""
+    """Divide the gradient of a peak among the pixels that equal it; a peak of NaN gives all pixels NaN."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there, image = columns < channels, tl.program_id(0).to(tl.int64)
     best = loaded(peaks, image * channels + columns, there)
@@ -299,7 +299,7 @@ def spread_peak(gradient: Tensor, x: Tensor, peaks: Tensor) -> Tensor:
 
 
 def halve(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest of each 2 x 2 pixels, which of the four it is, and sums for `batchnorm_kernels.numbers`."""
+    """The largest of each 2 x 2 pixels, which of the four it is, and the sums for `batchnorm_kernels.numbers`."""
     pooled, winners = _halved(y, y.dtype), _halved(y, torch.uint8)
     (tiles, columns), constants = _walked(y, pooled.numel() // y.shape[1])
     programs = max(1, min(MOMENTS // columns, tiles // LEAST))
@@ -319,7 +319,7 @@ def halve_normed(y: Tensor, found: Tensor, *, act: str) -> Tensor:
 def spread_halved(
     reached: Reached, pooled: Tensor, found: Tensor, slopes: Tensor, winners: Tensor, *, shape: torch.Size
 ) -> Tensor:
-    """The gradient of what was halved, which has this shape."""
+    """The gradient of the tensor that was pooled, which has this shape."""
     dz, dz2, _, act = reached
     dy = torch.empty(shape, dtype=pooled.dtype, device=pooled.device, memory_format=torch.channels_last)
     images, channels, height, width = shape
@@ -343,7 +343,7 @@ def _halved(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def forward(y: Tensor, found: Tensor, padding: tuple[int, int] = (1, 1)) -> tuple[Tensor, Tensor, Tensor]:
-    """The pooled activation, which of the nine values of each it is, and what that was before the norm.
+    """The pooled activation, which of the nine values won, and the winner's value before the norm.
 
     `padding`: pixels above an image and to its left, 0 or 1.
     """
@@ -370,7 +370,7 @@ def backward(
     span: "Spanning | None" = None,
     padding: tuple[int, int] = (1, 1),
 ) -> Gradients:
-    """dz + dz2 is the result's gradient."""
+    """The norm's gradients; dz + dz2 is the result's gradient."""
     g, dy, summed = torch.empty_like(dz), torch.empty_like(y), Table.of(dz).summed(GRADIENTS)
     partial = summed.partial(2, y.device)
     _sum_pooled[summed.grid](
@@ -387,7 +387,7 @@ def backward(
 
 
 def _fitting(channels: int, widths: Sequence[int]) -> int:
-    """The widest that leaves the least unused."""
+    """The width that leaves the fewest channels unused; of these, the largest."""
     return min(widths, key=lambda width: (-(-channels // width) * width, -width))
 
 

@@ -1,4 +1,4 @@
-"""Weights that timm and torchvision publish: which they are, what they were trained on, how timm's are fetched."""
+"""Weights that timm and torchvision publish: their names, their preprocessing, and fetching timm's."""
 
 import math
 import re
@@ -74,7 +74,7 @@ def download_line(name: str) -> str:
 
 
 def imagenet_classes(classes: int) -> tuple[str, ...]:
-    """The names of ImageNet's class folders, by number; empty: not so many classes."""
+    """The names of ImageNet's class folders by number; empty for another number of classes."""
     from timm.data.imagenet_info import ImageNetInfo
 
     names: list[str] = ImageNetInfo().label_names()  # type: ignore[no-untyped-call]
@@ -82,14 +82,14 @@ def imagenet_classes(classes: int) -> tuple[str, ...]:
 
 
 def imagenet_descriptions() -> tuple[str, ...]:
-    """What ImageNet's classes are, by number, such as `tabby, tabby cat`."""
+    """The descriptions of ImageNet's classes by number, such as `tabby, tabby cat`."""
     from timm.data.imagenet_info import ImageNetInfo
 
     return tuple(ImageNetInfo().label_descriptions())
 
 
 def torchvision_config(file: str) -> dict[str, Any] | None:
-    """What torchvision states about weights that it publishes under this file name, in timm's terms."""
+    """torchvision's facts about weights that it publishes under this file name, in timm's terms."""
     if not TORCHVISION_FILE.fullmatch(file):
         return None
     from torchvision import models  # also imports torch's compiler: three seconds

@@ -86,7 +86,7 @@ def proxy_moments(factors: Tensor, samples: Tensor, *, activation: Activation, e
 
 
 def plain_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> Tensor:
-    """The formula; torch saves two more tensors of the input's size for the backward pass."""
+    """Proxy norm by the plain formula; torch saves two more tensors of the input's size for the backward pass."""
     mean, rstd = proxy_moments(factors, samples, activation=activation, eps=eps)
     weight, bias = wide(factors[:2])
     y = (_activated(wide(x) * _spread(weight) + _spread(bias), activation) - _spread(mean)) * _spread(rstd)
@@ -94,7 +94,7 @@ def plain_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation:
 
 
 def recomputed_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> Tensor:
-    """The same, saving only the input; fused for channels-last memory on CUDA."""
+    """Proxy norm that saves only the input; fused for channels-last memory on CUDA."""
     y: Tensor
     if fits(x) and not torch.compiler.is_compiling():  # the compiler fuses it anyway
         y = FusedProxyNorm.apply(x, factors, samples, activation, eps)
@@ -138,7 +138,7 @@ class Recomputed(torch.autograd.Function):
 def _through_moments(
     factors: Tensor, samples: Tensor, moments: Tensor, dmoments: Tensor, *, activation: Activation
 ) -> Tensor:
-    """Gradients of the factors, 4 x C, from those of the moments, 2 x C."""
+    """The gradients of the factors, 4 x C, from those of the moments, 2 x C."""
     weight, bias, scale, shift = wide(factors).unsqueeze(2)
     mean, rstd = moments.unsqueeze(2)
     dmean, drstd = dmoments.unsqueeze(2)
@@ -153,7 +153,7 @@ def _through_moments(
 
 
 class FusedProxyNorm(torch.autograd.Function):
-    """Two kernels forward, three backward; the input is the only large tensor saved."""
+    """Proxy norm by two kernels forward and three backward; the input is the only large tensor saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factors: Tensor, samples: Tensor, activation: Activation, eps: float) -> Tensor:
@@ -189,7 +189,7 @@ def _derivative(values: Tensor, activation: Activation) -> Tensor:
 
 
 def wide(values: Tensor) -> Tensor:
-    """In fp32, or in fp64 if they are."""
+    """The values in fp32, or in fp64 if they have it."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

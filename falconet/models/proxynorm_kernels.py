@@ -51,7 +51,7 @@ def _moments(factors, samples, moments, count, channels, eps,
 @triton.jit
 def _moments_slopes(factors, samples, moments, sums, dfactors, count, channels,
                     ACT: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr):  # fmt: skip
-    """Gradients of the factors, through the elements and through the moments."""
+    """Compute the gradients of the factors, through the elements and through the moments."""
     rows, inside, points, weight, proxies, inputs = _proxies(factors, samples, count, channels, ROWS, SAMPLES)
     mean, rstd = _factor(moments, 0, rows, channels), _factor(moments, 1, rows, channels)
     dmean, drstd = _factor(sums, 2, rows, channels), _factor(sums, 3, rows, channels)
@@ -84,7 +84,7 @@ def _elements(x, y, factors, moments, pixels, channels,
 @triton.jit
 def _slopes(x, dy, dx, factors, moments, sums, pixels, channels,
             ACT: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """The input's gradient, and for some tiles the sums that give the gradients of weight, bias, mean and rstd."""
+    """Compute the input's gradient and, for some tiles, the sums for the gradients of weight, bias, mean and rstd."""
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = columns < channels
     weight, bias = _factor(factors, 0, columns, channels)[None, :], _factor(factors, 1, columns, channels)[None, :]
@@ -123,7 +123,7 @@ def moments(factors: Tensor, samples: Tensor, act: str, eps: float) -> Tensor:
 
 
 def factor_gradients(factors: Tensor, samples: Tensor, found: Tensor, sums: Tensor, act: str) -> Tensor:
-    """4 x C, fp32; `sums`: gradients of weight and bias through the elements, and those of the moments `found`."""
+    """The factors' gradients, 4 x C, fp32; `sums`: gradients of weight and bias through elements, and of `found`."""
     channels, count = factors.shape[1], samples.numel()
     dfactors = torch.empty_like(sums)
     _moments_slopes[(triton.cdiv(channels, PROXIED),)](
@@ -143,7 +143,7 @@ def forward(x: Tensor, factors: Tensor, samples: Tensor, act: str, eps: float) -
 
 
 def backward(x: Tensor, dy: Tensor, factors: Tensor, samples: Tensor, found: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and of the factors, the latter in fp32."""
+    """The gradients of the input and, in fp32, of the factors."""
     pixels, channels = x.numel() // x.shape[1], x.shape[1]
     tile = _tile(pixels, channels)
     grid = (triton.cdiv(pixels, tile["PIXELS"] * TILES), triton.cdiv(channels, tile["CHANNELS"]))

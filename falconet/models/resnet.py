@@ -1,4 +1,4 @@
-"""ResNets and ResNeXts for photos from timm's blocks, and the shortcuts and stems of any residual network."""
+"""ResNets and ResNeXts for photos from timm's blocks; shortcuts and stems for any residual network."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from torch.nn import functional
 from falconet.config.options import Model
 
 Side = Literal["back", "both"]  # of zero channels: after the others, or half before and half after them
-# Those that timm has a name for; the others are built from its blocks.
+# Models that timm names; the others are built from its blocks.
 _TIMM = {
     **{f"resnet{depth}": f"resnet{depth}" for depth in (18, 34, 50, 101, 152)},
     "resnext50": "resnext50_32x4d",
@@ -71,14 +71,14 @@ class ZeroPadShortcut(nn.Module):
 
 
 def pad_shortcuts(model: nn.Module, side: Side) -> None:
-    """Put the zero channels of shortcuts after the others, or half of them before."""
+    """Place the zero channels of shortcuts after the others, or half of them before."""
     for module in model.modules():
         if isinstance(module, ZeroPadShortcut):
             module.channels_before = module.added_channels // 2 if side == "both" else 0
 
 
 def side_of_zeros(model: nn.Module) -> Side:
-    """Where the shortcuts of a model have their zero channels."""
+    """The side on which a model's shortcuts have their zero channels."""
     padded = (module for module in model.modules() if isinstance(module, ZeroPadShortcut))
     return "both" if any(module.channels_before for module in padded) else "back"
 
@@ -129,6 +129,6 @@ def _blocks(model: nn.Module) -> Iterator[tuple[bool, Any]]:
 
 
 def _drawn(conv: nn.Conv2d) -> nn.Conv2d:
-    """With He's weights, as the other convolutions have."""
+    """Draw He's weights for a convolution, as for the other ones."""
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv

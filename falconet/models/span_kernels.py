@@ -1,4 +1,4 @@
-"""Fused batch norm over the batches of several replicas: what they exchange, and what is made of it.
+"""Fused batch norm over the batches of several replicas: the exchanged numbers, and merging them.
 
 Each replica sends three numbers per channel forward and two backward. All merge them in the order of the replicas, so
 that all get the same bits.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=SIZES)
 def _merge_own(partial, x, own, count, sums, channels, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Mean, variance and number of the values of a channel on this replica."""
+    """Compute mean, variance and count of each channel's values on this replica."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
     mean, variance = merged_moments(partial, x, count, sums, columns, inside, channels, CHUNK, COLUMNS)
@@ -37,7 +37,7 @@ def _merge_own(partial, x, own, count, sums, channels, CHUNK: tl.constexpr, COLU
 @triton.jit(do_not_specialize=["replicas"])
 def _merge_replicas(gathered, weight, bias, running_mean, running_variance, batches, statistics,
                     replicas, channels, eps, momentum, COLUMNS: tl.constexpr, TRACKS: tl.constexpr):  # fmt: skip
-    """The norm's numbers, merged as by Chan et al., and the running statistics; a fifth line has all values' number."""
+    """Merge the norm's numbers as in Chan et al., and move the running statistics; a fifth line has the total count."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
     mean, squares, count = (
@@ -60,7 +60,7 @@ def _merge_replicas(gathered, weight, bias, running_mean, running_variance, batc
 
 @triton.jit(do_not_specialize=["replicas"])
 def _merge_slopes(gathered, statistics, slopes, replicas, channels, COLUMNS: tl.constexpr):
-    """b and c of dy = a g + b (y - mean) + c, from the gradients of weight and bias on each replica."""
+    """Compute b and c of dy = a g + b (y - mean) + c from the gradients of weight and bias on each replica."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < channels
     dweight, dbias = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
@@ -84,7 +84,7 @@ class Spanning:
     def numbers(
         self, x: Tensor, partial: Tensor, weight: Tensor, bias: Tensor, running: Running | None, *, eps: float
     ) -> Tensor:
-        """5 x C: the four of `batchnorm_kernels.statistics`, and the number of values on all replicas."""
+        """The four lines of `batchnorm_kernels.statistics` and the number of values on all replicas, 5 x C."""
         channels = x.shape[1]
         own, found = torch.empty((3, channels), device=x.device), torch.empty((5, channels), device=x.device)
         grid, constants = merging(Table.of(x), partial.shape[1])
@@ -98,7 +98,7 @@ class Spanning:
         return found
 
     def mend_slopes(self, slopes: Tensor, gradients: Tensor, found: Tensor) -> None:
-        """Change the slopes of one replica to those of all; `gradients`: of weight and bias on this one."""
+        """Change the slopes of this replica to those of all; `gradients`: this replica's for weight and bias."""
         channels = found.shape[1]
         everyone = self.span.gathered(gradients.view(-1))
         _merge_slopes[(-(-channels // MERGED),)](

@@ -72,7 +72,7 @@ class SpeedNet(nn.Module):
 
     @torch.no_grad()
     def whiten(self, batches: Iterable[Tensor]) -> None:
-        """Set the filters by normalised images, N x 3 x H x W each."""
+        """Set the filters from batches of normalised images, N x 3 x H x W each."""
         filters = whitening_filters(patch_covariance(batches))
         self.conv1.weight[:, :3].copy_(torch.cat((filters, -filters)))
 
@@ -85,14 +85,14 @@ def patch_covariance(batches: Iterable[Tensor]) -> Tensor:  # PATCH x PATCH, flo
         # N x 3 x H x W x KERNEL x KERNEL, a view: torch's own unfold launches a kernel for every image.
         windows = images.double().unfold(2, KERNEL, 1).unfold(3, KERNEL, 1)
         columns = windows.permute(1, 4, 5, 0, 2, 3).reshape(PATCH, -1)
-        # On their device to the end: the host waits once, not for every batch.
+        # Sums stay on their device until the end: the host waits once, not for every batch.
         total = columns @ columns.T + total.to(columns.device)
         patches += columns.shape[1]
     return total.cpu() / patches
 
 
 def whitening_filters(covariance: Tensor) -> Tensor:  # PATCH x 3 x KERNEL x KERNEL
-    """Filters whose responses to such patches have no correlation, and a mean square of 1 where there is contrast."""
+    """Filters whose responses to such patches are uncorrelated, with a mean square of 1 where there is contrast."""
     variances, directions = torch.linalg.eigh(covariance)
     scaled = directions.T / (variances + RIDGE).sqrt()[:, None]
     filters: Tensor = scaled.reshape(PATCH, 3, KERNEL, KERNEL)
@@ -111,7 +111,7 @@ def create(options: Model, *, classes: int) -> SpeedNet:
 
 
 def _conv3x3(channels: int, width: int) -> nn.Conv2d:
-    """Passes its input on, in as many channels as there are; the other filters are random."""
+    """A 3 x 3 convolution that passes its input on in its first channels; the other filters are random."""
     conv = nn.Conv2d(channels, width, 3, padding=1, bias=False)
     nn.init.dirac_(conv.weight.data[: min(channels, width)])
     return conv

@@ -31,7 +31,7 @@ def split(model: nn.Module, names: Sequence[str]) -> list[Stage]:
     """Cut the model into stages; each but the first starts with a named layer. They share the model's modules.
 
     A name is a module's path, with slashes or dots. A stage takes and returns as many values as cross the cut, so a
-    split may lie inside a residual block. Together the stages' state has the keys of the model's.
+    split may be inside a residual block. Together, the stages' state has the same keys as the model's.
     """
     traced = _traced(model)
     nodes = computed(traced)
@@ -46,7 +46,7 @@ def split(model: nn.Module, names: Sequence[str]) -> list[Stage]:
 
 
 class OverDevices(nn.Module):
-    """Stages of a model that predicts, each on its own device of this process; a batch passes from one to the next.
+    """Stages of a model for prediction, each on its own device of this process; batches pass from one to the next.
 
     The host starts the stages of a batch without waiting for them, so that the devices work on batches in turn. The
     result is on the first device.
@@ -66,7 +66,7 @@ class OverDevices(nn.Module):
 
 
 def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
-    """The splits that divide the model into `count` stages of about equal time on the example's device.
+    """The splits that divide the model into `count` stages with about equal times on the example's device.
 
     Only places where a single value passes are considered, each named after the largest layer that starts there. Only
     the forward pass is timed: the backward pass takes about twice as long for every layer.
@@ -98,7 +98,7 @@ def balance(model: nn.Module, count: int, *, example: Tensor) -> list[str]:
 
 
 def require(model: nn.Module, asked: Sequence[str]) -> None:
-    """Refuse splits that the model cannot have, where its stages share a process and are never made."""
+    """Refuse splits that the model cannot have; for stages that share a process and are never made."""
     if asked[0].startswith("auto:"):
         _check_count(int(asked[0].removeprefix("auto:")), _candidates(_traced(model)))
     else:
@@ -121,7 +121,7 @@ def _traced(model: nn.Module) -> fx.GraphModule:
 
 
 def beginnings(traced: fx.GraphModule) -> dict[str, int]:
-    """For every layer, the position of its first node; a block comes before the layers in it."""
+    """The position of every layer's first node; a block comes before the layers in it."""
     found: dict[str, int] = {}
     for place, node in enumerate(computed(traced)):
         parts = owner(node).split(".") if owner(node) else []
@@ -141,7 +141,7 @@ def place_of(given: str, known: Mapping[str, int]) -> int:
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Three similar names, those with the same numbers first: the originals' b2/0/relu is in our layer2/0."""
+    """Three similar names, first those with the same numbers: the originals' b2/0/relu is in our layer2/0."""
     numbers = NUMBER.findall(name)
     same = [each for each in known if NUMBER.findall(each)[: len(numbers)] == numbers] if numbers else []
     near = [*difflib.get_close_matches(name, same, cutoff=0.0), *difflib.get_close_matches(name, known, cutoff=0.0)]
@@ -189,7 +189,7 @@ def _candidates(traced: fx.GraphModule) -> dict[int, str]:
 
 
 class _Clock(fx.Interpreter):
-    """Runs node by node and notes the shortest time of each, in seconds."""
+    """Runs a graph node by node and records the shortest time of each, in seconds."""
 
     def __init__(self, traced: fx.GraphModule, device: torch.device) -> None:
         super().__init__(traced)
@@ -211,7 +211,7 @@ class _Clock(fx.Interpreter):
 
 @torch.no_grad()
 def _costs(traced: fx.GraphModule, example: Tensor) -> Mapping[fx.Node, float]:
-    """Seconds of each node's forward pass; in evaluation mode, so that statistics and generators do not change."""
+    """The seconds of each node's forward pass, in evaluation mode so that statistics and generators do not change."""
     modes = {module: module.training for module in traced.modules()}
     traced.eval()
     clock = _Clock(traced, example.device)

@@ -1,8 +1,8 @@
 """A first convolution with few filters, its bias and its activation in one pass, for channels-last memory.
 
-Its filters are fixed, so nothing but the bias has a gradient, for which the convolution is computed once more: images
-are a tenth of the bytes of what the filters make of them. A program takes the same pixels of several images: where they
-are it finds once, by divisions that would take longer than the convolution.
+Its filters are fixed, so only the bias has a gradient. For it, the convolution is computed once more, because images
+have a tenth of the bytes of the filters' results. A program takes the same pixels of several images: it computes
+their places once, by divisions that would take longer than the convolution.
 """
 # Triton's functions have no types that mypy could check, and its constants are parameters.
 # mypy: ignore-errors
@@ -23,7 +23,7 @@ SIZES = ["count", "height", "width", "tiles", "share"]  # compiled once for all 
 
 
 class Tiling(NamedTuple):
-    """How the pixels of all images are divided."""
+    """The division of all images' pixels."""
 
     pixels: int  # of a tile
     programs: int  # about as many; of those that sum, others give other bits
@@ -37,7 +37,7 @@ BACKWARD = Tiling(pixels=128, programs=396, warps=8, stages=3)
 
 @triton.jit
 def _weights_of(weight, filters, by_output, by_channel, by_line, by_column, OUTPUTS: tl.constexpr):
-    """16 x OUTPUTS, in the order of a line of pixels: line, column, channel."""
+    """The weights, 16 x OUTPUTS, in the order of a line of pixels: line, column, channel."""
     place, output = tl.arange(0, 16)[:, None], tl.arange(0, OUTPUTS)[None, :]
     line, column, channel = place // 8, place // 4 % 2, place % 4
     offsets = output * by_output + channel * by_channel + line * by_line + column * by_column
@@ -46,7 +46,7 @@ def _weights_of(weight, filters, by_output, by_channel, by_line, by_column, OUTP
 
 @triton.jit
 def _places(tiles, height, width, outputs, PIXELS: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Of a tile in any image: offsets of what is read, of the results, and which of both exist."""
+    """The offsets of a tile's inputs and results in any image, and which of them exist."""
     pixel = tl.program_id(0) % tiles * PIXELS + tl.arange(0, PIXELS)
     line, column = pixel // (width - 1), pixel % (width - 1)
     place, output = tl.arange(0, 16)[None, :], tl.arange(0, OUTPUTS)[None, :]
@@ -71,7 +71,7 @@ def _biases_of(bias, filters, OUTPUTS: tl.constexpr):
 def _convolve(images, weight, bias, z, count, height, width, tiles, share, by_output, by_channel, by_line, by_column,
               filters: tl.constexpr, outputs: tl.constexpr, ACT: tl.constexpr,
               PIXELS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """A program takes the same pixels of `share` images. `count`: of images; `tiles`: of an image."""
+    """Convolve; a program takes the same pixels of `share` images. `count`: of images; `tiles`: per image."""
     weights = _weights_of(weight, filters, by_output, by_channel, by_line, by_column, OUTPUTS)
     weights = weights.to(images.dtype.element_ty)
     biases = _biases_of(bias, filters, OUTPUTS)
@@ -91,7 +91,7 @@ def _sum_bias(images, weight, bias, dz, partial, count, height, width, tiles, sh
               by_output, by_channel, by_line, by_column,
               filters: tl.constexpr, outputs: tl.constexpr, ACT: tl.constexpr,
               PIXELS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Sums of the gradient before the activation."""
+    """Sum the gradient before the activation."""
     weights = _weights_of(weight, filters, by_output, by_channel, by_line, by_column, OUTPUTS)
     weights = weights.to(images.dtype.element_ty)
     biases = _biases_of(bias, filters, OUTPUTS)
@@ -113,7 +113,7 @@ def _sum_bias(images, weight, bias, dz, partial, count, height, width, tiles, sh
 def forward(images: Tensor, conv: nn.Conv2d, *, act: str, outputs: int) -> Tensor:  # N x 4 x H x W
     """act(conv(images)), N x outputs x H-1 x W-1; the convolution reads the first three channels.
 
-    Outputs beyond those of the convolution are what the activation makes of 0.
+    Outputs beyond those of the convolution are the activation of 0.
     """
     count, _, height, width = images.shape
     shape = (count, outputs, height - 1, width - 1)

@@ -15,7 +15,7 @@ def _itself(images: Tensor) -> Tensor:
 
 
 def _shifted(images: Tensor, by: int) -> Tensor:
-    """Moved down and right by a pixel, or up and left; what moves in is reflected."""
+    """Images moved down and right by a pixel, or up and left, with reflected borders."""
     height, width = images.shape[-2:]
     padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
     return padded[..., 1 - by : 1 - by + height, 1 - by : 1 - by + width]
@@ -36,7 +36,7 @@ def views_of(kind: Kind) -> tuple[View, ...]:
 
 
 def describe(kind: Kind) -> str:
-    """What is averaged, in words."""
+    """The averaged views in words."""
     shown = {
         "none": "the image itself",
         "flip": "2 views, the image and its mirror image",
@@ -61,5 +61,5 @@ class Averaged(nn.Module):
 
 
 def averaged(model: nn.Module, kind: Kind) -> nn.Module:
-    """The model over the views that were asked for; the model itself if there is only one."""
+    """The model averaged over the given views; the model itself if there is only one."""
     return model if kind == "none" else Averaged(model, views_of(kind))

@@ -1,4 +1,4 @@
-"""Every model by name: ours, timm's and torchvision's under the originals' names, and any other model of timm."""
+"""Every model by name: ours, timm's and torchvision's under the originals' names, and any other timm model."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ _BYPASSED = ("features.4", "features.7", "features.9", "features.12")  # fire 3,
 
 
 def build_model(options: Model, *, classes: int, seed: int) -> nn.Module:
-    """A new fp32 model on the CPU, channels last; its weights depend only on the options and `seed`."""
+    """A new fp32 model on the CPU, channels-last; its weights depend only on the options and `seed`."""
     with named_option("model"):
         _check_name(options.model)
     with torch.random.fork_rng(devices=[]):
@@ -54,7 +54,7 @@ def build(name: str, *, classes: int, seed: int, **options: Any) -> nn.Module:
 
 
 def names() -> tuple[str, ...]:
-    """The models that are named without `timm:`."""
+    """The names of the models that need no `timm:`."""
     return (*resnet.NAMES, *efficientnet.SIZES, *_MOBILENETS, *cifar_resnet.NAMES, *SQUEEZENETS, *speednet.NAMES)
 
 

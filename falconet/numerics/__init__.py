@@ -1,1 +1,1 @@
-"""Numbers in training: formats, rounding, the loss scale, recomputed activations, our kernels."""
+"""The numerics of training: formats, rounding, the loss scale, recomputed activations, our kernels."""

@@ -17,7 +17,7 @@ MOST = 16  # shapes: a program that predicts any number of photos at a time does
 
 
 class Recorded(Protocol):
-    """What can be replayed."""
+    """The interface of a recorded call, which can be replayed."""
 
     inputs: Tensor  # read by every replay
 
@@ -25,7 +25,7 @@ class Recorded(Protocol):
 
 
 class Recording:
-    """One captured call, which must have been made at least once before: libraries choose their kernels then."""
+    """A captured call, which must have run at least once before so that libraries have chosen their kernels."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Recording:
         stream: torch.cuda.Stream | None = None,
         pool: Pool | None = None,
     ) -> None:
-        """`pool`: memory that recordings share which are never replayed at the same time."""
+        """`pool`: memory shared by recordings that are never replayed at the same time."""
         self.inputs, self._graph = inputs, torch.cuda.CUDAGraph()
         torch.cuda.synchronize(inputs.device)
         torch.cuda.empty_cache()  # what was computed before is not in the graph's pool
@@ -49,7 +49,7 @@ class Recording:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, *, stream: torch.cuda.Stream, pool: Pool | None = None) -> Iterator[None]:
-    """Capture what is launched within; nothing of it runs. `pool`: memory shared by graphs that never run together."""
+    """Capture kernels launched in this context, without running them. `pool`: for graphs that never run together."""
     pool = pool or torch.cuda.graph_pool_handle()
     with torch.cuda.stream(stream):
         # Threads of a loader may allocate pinned memory meanwhile, which only concerns them.
@@ -65,8 +65,8 @@ def capturing(graph: torch.cuda.CUDAGraph, *, stream: torch.cuda.Stream, pool: P
 def _abandon(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Pool) -> None:
     """End a capture that failed.
 
-    If CUDA has ended it, torch raises and leaves two things in the middle of it: its allocator, which then no longer
-    frees what other streams used, and its generator, which then gives no random numbers at all.
+    If CUDA has ended it, torch raises and leaves two things in the middle of it: its allocator, which then never
+    frees memory that other streams used, and its generator, which then gives no random numbers.
     """
     try:
         graph.capture_end()
@@ -81,7 +81,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Pool)
 
 @cache
 def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all recordings: cuBLAS keeps a workspace for every stream that it has seen."""
+    """The one stream for all recordings: cuBLAS keeps a workspace for every stream that it has seen."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -89,14 +89,14 @@ Record = Callable[[Compute, Tensor], Recorded]
 
 
 class Captured:
-    """The same function, replayed from the second batch of a shape on; threads take turns.
+    """A function that is replayed from the second batch of a shape on; threads take turns.
 
-    A shape that comes once, such as a short last batch, is computed as it is. So is one that cannot be captured, which
+    A shape that occurs once, such as a short last batch, is computed directly. So is one that cannot be captured, which
     `note` reports once.
     """
 
     def __init__(self, compute: Compute, device: torch.device, *, note: Say, record: Record | None = None) -> None:
-        """`record`: how a call is captured; None: as a CUDA graph."""
+        """`record`: captures a call; None: as a CUDA graph."""
         self._compute, self._device, self._note = compute, device, note
         self._record = record  # not a method of this object: in a cycle, graphs would keep their memory
         self._pool: Pool | None = None
@@ -107,7 +107,7 @@ class Captured:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
-        """The function of images in host or device memory; the result is a tensor of its own."""
+        """Apply the function to images in host or device memory; the result is a new tensor."""
         with self._turn:
             return self._computed(images)
 
@@ -142,11 +142,11 @@ class Captured:
 
 
 def captured(compute: Compute, device: torch.device, *, note: Say, capture: bool = True) -> Compute:
-    """The function with its batches captured, or itself where there is nothing to capture."""
+    """The function with its batches captured, or the function itself if nothing can be captured."""
     return Captured(compute, device, note=note) if capture and device.type == "cuda" else compute
 
 
 def why_not(error: RuntimeError) -> str:
-    """One line for a capture that failed."""
+    """A line about a failed capture."""
     reason = str(error).partition("\n")[0]
     return f"note: batches are computed without CUDA graphs: {reason}"

@@ -17,7 +17,7 @@ _ALL = 1e18  # outweighs any count of gradients
 
 
 class Scale(Protocol):
-    """What the loss is multiplied by before the backward pass, and gradients divided by before the update."""
+    """A factor for the loss before the backward pass, by which gradients are divided before the update."""
 
     value: Tensor  # 0-d, fp32, on the device; always this tensor, so that a captured graph sees it change
 
@@ -28,14 +28,14 @@ class Scale(Protocol):
         """Look at the gradients, still scaled, after a micro-batch has added to them."""
 
     def after(self, found: Tensor) -> None:
-        """Take in the end of an update; `found`: it was skipped, because a gradient was not finite."""
+        """Note the end of an update; `found`: it was skipped because a gradient was not finite."""
 
     def state_tensors(self) -> dict[str, Tensor]: ...
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class _Remembered:
-    """The state of every kind: the value, the last values, and the numbers of updates and of skipped ones."""
+    """The state of every kind of scale: its value, its last values, and the numbers of updates and skipped updates."""
 
     def __init__(self, value: float, *, device: torch.device) -> None:
         self.value = torch.tensor(value, dtype=torch.float32, device=device)
@@ -61,13 +61,13 @@ class _Remembered:
             raise CheckpointError(f"loss scale: '{min(missing)}' is missing; was the run's scale of another kind?")
         for name, tensor in self.state_tensors().items():
             if tensors[name].shape != tensor.shape:
-                raise CheckpointError(f"loss scale: '{name}' has another shape than {list(tensor.shape)}")
+                raise CheckpointError(f"loss scale: '{name}' has a shape other than {list(tensor.shape)}")
         for name, tensor in self.state_tensors().items():
             tensor.copy_(tensors[name])
 
 
 class FixedScale(_Remembered):
-    """The same for the whole run."""
+    """A scale that is the same for the whole run."""
 
     def __init__(self, value: float, *, device: torch.device) -> None:
         super().__init__(value, device=device)
@@ -78,12 +78,12 @@ class FixedScale(_Remembered):
 
 
 class SteppedScale(_Remembered):
-    """From `initial` to `final`, doubling at equal intervals of epochs."""
+    """A scale that doubles from `initial` to `final` at equal intervals of epochs."""
 
     def __init__(
         self, initial: float, final: float, *, epochs: int, updates_per_epoch: int, device: torch.device, first: int = 0
     ) -> None:
-        """`first`: the number of the update that the epochs are counted from."""
+        """`first`: the number of the update from which epochs are counted."""
         super().__init__(initial, device=device)
         self._steps = doublings(initial, final, epochs=epochs)
         self._updates_per_epoch, self._first = updates_per_epoch, first
@@ -94,7 +94,7 @@ class SteppedScale(_Remembered):
 
 
 class AutomaticScale(_Remembered):
-    """Halved when too many gradients are near overflow, otherwise doubled, as PopART does.
+    """A scale that is halved when too many gradients are near overflow, and otherwise doubled, as in PopART.
 
     `watch` gets the gradients of convolution and linear weights (`watched`) as accumulated after each micro-batch. A
     skipped update also halves the scale.
@@ -144,7 +144,7 @@ class AutomaticScale(_Remembered):
 
 
 class NonFinite(NamedTuple):
-    """Whether a gradient was infinite or NaN, and the first tensor that had one; -1: none."""
+    """Whether a gradient was infinite or NaN, and the first tensor with one; -1: none."""
 
     found: Tensor  # 0-d, bool
     first: Tensor  # 0-d, int64
@@ -161,7 +161,7 @@ class Offender:
         self._first.copy_(torch.where(self._first < 0, non_finite.first, self._first))
 
     def read(self, names: Sequence[str]) -> str | None:
-        """Return its name, out of the tensors' names, and forget it; the host waits for the device."""
+        """Return the layer's name, out of the tensors' names, and forget it; the host waits for the device."""
         number = int(self._first)
         self._first.fill_(-1)
         return names[number] if number >= 0 else None
@@ -199,8 +199,8 @@ def find_non_finite(
 ) -> NonFinite:
     """Check gradients, scaled or not, in one pass; a sum over replicas is not finite if one replica's was not.
 
-    `everywhere`: combines the flags of all processes, where each has other pieces of the gradients; one that has none
-    takes part too, with its `device`.
+    `everywhere` combines the flags of all processes if each has other pieces of the gradients; one without any
+    takes part as well, with its `device`.
     """
     largest: dict[int, Tensor] = {}
     for numbers, same in _by_type(grads):
@@ -212,7 +212,7 @@ def find_non_finite(
 
 
 def _count_above(grads: list[Tensor], edge: float) -> Tensor:
-    """How many are larger than `edge`: six kernels for any number of tensors, and memory for a copy of them."""
+    """The number of values above `edge`; takes six kernels for any number of tensors, and memory for a copy."""
     signs = torch._foreach_abs(grads)
     torch._foreach_sub_(signs, edge)
     torch._foreach_clamp_min_(signs, 0.0)
@@ -222,7 +222,7 @@ def _count_above(grads: list[Tensor], edge: float) -> Tensor:
 
 
 def _by_type(grads: Iterable[Tensor]) -> Iterable[tuple[list[int], list[Tensor]]]:
-    """Indices and tensors by type: for mixed types foreach would launch one kernel per tensor."""
+    """The indices and tensors of each type; for mixed types, foreach would launch one kernel per tensor."""
     types: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
     for number, grad in enumerate(grads):
         numbers, same = types.setdefault(grad.dtype, ([], []))

@@ -1,4 +1,4 @@
-"""Precision regimes, and what the CUDA libraries may do: sum in half precision, take workspace."""
+"""Precision regimes, and settings of the CUDA libraries: sums in half precision, limits of workspace."""
 
 import os
 from collections.abc import Callable
@@ -92,7 +92,7 @@ class Regime:
             raise DeviceError(f"got {self.name}, expected 16.32: {torch.cuda.get_device_name(device)} has no bf16")
 
     def _is_emulated(self, device: torch.device) -> bool:
-        """On a CPU without fp16 units a convolution in fp16 takes twenty times as long as in fp32."""
+        """Whether fp16 is computed in fp32, as on a CPU, where an fp16 convolution takes twenty times as long."""
         return device.type == "cpu" and self.compute == torch.float16
 
     def _is_bfloat16_on_cpu(self, device: torch.device) -> bool:
@@ -115,12 +115,12 @@ REGIMES = {
 
 
 def uncast(x: Tensor) -> AbstractContextManager[object]:
-    """Turn autocast off, except on meta tensors, which it does not support; footprints and stage shapes use those."""
+    """Turn autocast off, except on meta tensors (for footprints and stage shapes), which it does not support."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def automatic(kind: str) -> Literal["bf16.32", "32.32"]:
-    """The regime for a kind of device: half the memory and 1.5 times the speed where the device computes in bf16."""
+    """The regime for a kind of device: bf16.32 if it computes in bf16, for half the memory and 1.5 times the speed."""
     is_there = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
     return "bf16.32" if is_there and _has_bfloat16(torch.device(kind)) else "32.32"
 
@@ -164,7 +164,7 @@ def _widened(layer: nn.Module, x: Tensor) -> Tensor:
 def _widened_if_narrow(layer: nn.Conv2d, x: Tensor) -> Tensor:
     """The layer's original forward; in fp32 for an image narrower than the stride.
 
-    There oneDNN leaves parts of the weight's gradient in bf16 unwritten, where it should be 0 (torch 2.15).
+    For such images, oneDNN leaves parts of the bf16 weight gradient unwritten that should be 0 (torch 2.15).
     """
     if x.shape[-1] < layer.stride[-1] or x.shape[-2] < layer.stride[-2]:
         return _widened(layer, x)
@@ -173,7 +173,7 @@ def _widened_if_narrow(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def _has_bfloat16(device: torch.device) -> bool:
-    """Whether it multiplies in bf16; a CPU without such instructions takes longer than in fp32."""
+    """Whether the device multiplies in bf16; a CPU without such instructions takes longer than in fp32."""
     if device.type == "cpu":
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -191,7 +191,7 @@ def allow_half_partials(device: torch.device, *, allowed: bool = True) -> None:
 
 
 def describe_half_partials(regime: Regime, device: torch.device) -> str:
-    """What `allow_half_partials` does to a model in this regime on this device, in one line for the plan."""
+    """A line for the plan about the effect of `allow_half_partials` in this regime on this device."""
     if device.type != "cuda":
         return f"half partials: no effect on {device.type}, which sums in fp32"
     if regime.compute == torch.float32:
@@ -206,7 +206,7 @@ _CUBLASLT_DEFAULT = 32 * 2**20  # bytes on Hopper, less elsewhere: a higher limi
 
 
 def limit_workspace(share: float, device: torch.device) -> None:
-    """Limit what a convolution takes beside its data to a share of the device's memory; only CUDA has a limit.
+    """Limit a convolution's workspace to a share of the device's memory; only CUDA has a limit.
 
     The libraries read the environment at their first convolution. Variables that the user has set stay as they are.
     """
@@ -216,7 +216,7 @@ def limit_workspace(share: float, device: torch.device) -> None:
 
 
 def describe_workspace(share: float, device: torch.device) -> str:
-    """What `limit_workspace` does on this device, in one line for the plan."""
+    """A line for the plan about the effect of `limit_workspace` on this device."""
     if device.type != "cuda":
         return f"workspace limit: no effect on {device.type}"
     limit = _workspace_limit(share, device)

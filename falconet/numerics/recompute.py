@@ -1,4 +1,4 @@
-"""Recomputation: activations that are computed again in the backward pass, and the memory that this saves."""
+"""Recomputation of activations in the backward pass, and the memory that it saves."""
 
 import contextlib
 import copy
@@ -27,11 +27,11 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def recompute(model: nn.Module, patterns: Sequence[str], *, change: Change = lambda pieces: pieces) -> list[str]:
-    """Make `model`, in place, store only the outputs of matching layers; returns their names.
+    """Make `model`, in place, store only the outputs of matching layers; return their names.
 
     A pattern is a regular expression for a whole name. Weights, their names and gradients do not change, and batch
     norm counts each micro-batch once. Only training with gradients is affected. Call it once the model is on its
-    device. `change`: makes the pieces faster; what it returns shares their weights and norms.
+    device. `change` makes the pieces faster; its results share their weights and norms.
     """
     matched = matching(model, patterns)
     segments = [_Segment.of(piece) for piece in change(pieces(model, matched))]
@@ -64,7 +64,7 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def pieces(model: nn.Module, stored: Sequence[str]) -> list[fx.GraphModule]:
-    """The model, cut after each of the named layers."""
+    """The model cut after each of the named layers."""
     traced = trace(model)
     last = last_nodes(traced, model)
     return cut(traced, (last[name] for name in stored if name in last))
@@ -77,7 +77,7 @@ def _run_in(model: nn.Module, segments: Sequence[Any]) -> None:
 
 
 def _forward(model: nn.Module, *values: Any) -> Any:
-    """Replaces the model's forward; without gradients it is the original."""
+    """A replacement for the model's forward; without gradients it is the original."""
     if not (model.training and torch.is_grad_enabled()):
         return type(model).forward(model, *values)
     segments: Any = model._segments
@@ -117,14 +117,14 @@ class _Segment:
         )
 
     def _contexts(self, keeps: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Of the first run and of the second."""
+        """The contexts of the first run and of the second."""
         drawn: list[Any] = []
         again = _DrawnBefore(drawn) if keeps else contextlib.nullcontext()
         return _Drawn(drawn) if keeps else contextlib.nullcontext(), _both(_statistics_aside(self.norms), again)
 
 
 def _is_two(layer: nn.Module) -> bool:
-    """Whether it is a norm with the convolution before it, whose result it keeps."""
+    """Whether a layer is a norm together with the preceding convolution, whose result it keeps."""
     return isinstance(getattr(layer, "norm", None), _BatchNorm) and isinstance(getattr(layer, "conv", None), nn.Conv2d)
 
 
@@ -135,7 +135,7 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
 
 
 def _is_capturing(values: Iterable[Any]) -> bool:
-    """Whether a CUDA graph is; the current stream of a device without a driver cannot be asked."""
+    """Whether a CUDA graph is being captured; without a driver, there is no stream to ask."""
     on_device = any(isinstance(value, Tensor) and value.is_cuda for value in values)
     return on_device and torch.cuda.is_current_stream_capturing()
 
@@ -173,7 +173,7 @@ class _DrawnBefore(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _statistics_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
     """Let batch norm update throw-away buffers.
 
-    Without any buffers it would save other tensors than the first time, which checkpointing refuses.
+    Without any buffers it would save different tensors than the first time, which checkpointing refuses.
     """
     training = [norm for norm in norms if norm.training and norm.track_running_stats]
     kept = [{name: norm._buffers[name] for name in _STATISTICS} for norm in training]
@@ -188,7 +188,7 @@ def _statistics_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which blocks to recompute, and the memory that activations are expected to take."""
+    """The blocks to recompute, and the expected memory of activations."""
 
     patterns: tuple[str, ...]  # for `recompute`; empty: recompute nothing
     blocks: tuple[str, ...]  # the recomputed ones, each named by its last layer
@@ -197,9 +197,9 @@ class Choice:
 
 
 def automatic(model: nn.Module, *, example: Tensor, budget_bytes: int | None) -> Choice:
-    """Recompute as few bytes as make the activations fit the budget; without a budget, every block.
+    """Choose as few bytes to recompute as the budget for activations allows; without a budget, every block.
 
-    Only the shape and type of `example`, a micro-batch, are used. Counted is what the backward pass needs of the
+    Only the shape and type of `example`, a micro-batch, are used. Memory is what the backward pass needs of the
     forward pass; gradients and workspace come on top.
     """
     footprint = measure_footprint(model, example)
@@ -237,16 +237,16 @@ class Footprint:
 
     @property
     def candidates(self) -> range:
-        """Blocks that may be recomputed: all but the last, whose backward pass comes at once."""
+        """The blocks that may be recomputed: all but the last, whose backward pass follows at once."""
         return range(len(self.blocks) - 1)
 
     @property
     def every(self) -> frozenset[int]:
-        """All blocks, for a stage of a pipeline: other micro-batches run before its backward pass."""
+        """All blocks, for a stage of a pipeline, where other micro-batches run before the backward pass."""
         return frozenset(range(len(self.blocks)))
 
     def stored(self, recomputed: frozenset[int]) -> int:
-        """Bytes of a micro-batch between its forward and its backward pass."""
+        """The bytes of a micro-batch between its forward and its backward pass."""
         kept: dict[int, int] = {}
         for number, block in enumerate(self.blocks):
             kept.update(block.entering if number in recomputed else block.needed)
@@ -256,11 +256,11 @@ class Footprint:
         return self.blocks[block].layers[-1]
 
     def saving(self, block: int) -> int:
-        """Bytes that recomputing the block frees while other blocks run."""
+        """The bytes that recomputing the block frees while other blocks run."""
         return _bytes(self.blocks[block].needed) - _bytes(self.blocks[block].entering)
 
     def peak(self, recomputed: frozenset[int]) -> int:
-        """The most bytes at once: a block's backward pass needs its activations and what earlier blocks stored."""
+        """The most bytes at once: a block's backward pass needs its activations and those stored by earlier blocks."""
         stored: dict[int, int] = {}
         peak = 0
         for number, block in enumerate(self.blocks):
@@ -271,7 +271,7 @@ class Footprint:
         return peak
 
     def stored_layers(self, recomputed: frozenset[int]) -> list[str]:
-        """Layers to store: the last of each recomputed block, and all layers of the other blocks."""
+        """The layers to store: the last one of each recomputed block, and all layers of the other blocks."""
         names: list[str] = []
         for number in self.candidates:
             layers = self.blocks[number].layers
@@ -310,7 +310,7 @@ def measure_footprint(model: nn.Module, *examples: Tensor, stored: Sequence[str]
 
 
 class _Meter(fx.Interpreter):
-    """Runs node by node and notes the storages that each one makes and saves."""
+    """Runs a graph node by node and records the storages that each node makes and saves."""
 
     def __init__(self, traced: fx.GraphModule) -> None:
         super().__init__(traced, garbage_collect_values=False)  # a freed storage's number would be used again

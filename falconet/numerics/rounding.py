@@ -27,7 +27,7 @@ class Rounding:
 
 
 class Part(NamedTuple):
-    """Which elements the noise is for: those of tensor number `tensor` from `first` on, or a flat piece of its memory.
+    """The elements for the noise: those of tensor number `tensor` from `first` on, or a flat piece of its memory.
 
     `channels` and `pixels` describe a channels-last tensor that a flat piece was cut from, whose order in memory is
     not that of its elements; 1 and 1: the same order.
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Store(Protocol):
-    """How a computed fp32 value is rounded to the stored `dtype`."""
+    """A way to round a computed fp32 value to the stored `dtype`."""
 
     def __call__(self, value: Tensor, dtype: torch.dtype, *, part: Part, slot: int) -> Tensor: ...
 
@@ -106,7 +106,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _numbered(x: Tensor, first: int) -> Tensor:
-    """Each element's number, in the memory layout of `x`."""
+    """The number of each element, in the memory layout of `x`."""
     numbers = torch.arange(first, first + x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
     if x.is_contiguous():
         return numbers
@@ -114,7 +114,7 @@ def _numbered(x: Tensor, first: int) -> Tensor:
 
 
 def _logical(places: Tensor, channels: int, pixels: int) -> Tensor:
-    """From positions in channels-last memory to the numbers of the elements there."""
+    """The numbers of the elements at positions in channels-last memory."""
     if pixels == 1:
         return places
     image = places // (channels * pixels)
@@ -150,5 +150,5 @@ def _round_float16(magnitude: Tensor, bits: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The low 32 bits as the int32 of the same bits."""
+    """The low 32 bits of a number, as an int32."""
     return ((number + 2**31) & 0xFFFFFFFF) - 2**31

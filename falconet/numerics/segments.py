@@ -20,8 +20,8 @@ class _Tracer(fx.Tracer):
     """Keeps norms, and layers without sublayers, whole.
 
     fx would trace into everything outside torch.nn: it would run the norms' counters and fix whether a layer trains.
-    Meanwhile it replaces how every module of the process is called; models that compute in other threads, as a server
-    does while it loads another, are left alone.
+    Meanwhile it replaces the call of every module in the process; models that compute in other threads, as a server
+    does while it loads another model, are left alone.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Tracer(fx.Tracer):
 
 
 def trace(model: nn.Module, *, training: bool = True) -> fx.GraphModule:
-    """The graph of the model in training (or evaluation); it shares the model's modules."""
+    """The graph of the model in training (or evaluation), which shares the model's modules."""
     if isinstance(model, fx.GraphModule):
         return model
     modes = {module: module.training for module in model.modules()}
@@ -62,12 +62,12 @@ def trace(model: nn.Module, *, training: bool = True) -> fx.GraphModule:
 
 
 def name_of(node: fx.Node) -> str:
-    """A layer's name: its path with slashes, or a function's name in the trace, such as `add_13`."""
+    """The name of a layer: its path with slashes, or a function's name in the trace, such as `add_13`."""
     return str(node.target).replace(".", "/") if node.op == "call_module" else node.name
 
 
 def owner(node: fx.Node) -> str:
-    """The path of the module that a node is, or is in."""
+    """The path of the module that a node is or belongs to."""
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {}
@@ -75,7 +75,7 @@ def owner(node: fx.Node) -> str:
 
 
 def cut(traced: fx.GraphModule, after: Iterable[fx.Node]) -> list[fx.GraphModule]:
-    """Cut after each of the nodes; a piece takes and returns every value that it and later pieces need.
+    """Cut a graph after each of the nodes; a piece takes and returns every value that it and later pieces need.
 
     Parameters keep their names, modules are shared, and no piece changes its inputs.
     """
@@ -105,7 +105,7 @@ def computed(traced: fx.GraphModule) -> list[fx.Node]:
 
 
 def last_nodes(traced: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
-    """For every layer that runs, by name, the node of its output."""
+    """The output node of every layer that runs, by the layer's name."""
     last: dict[str, fx.Node] = {}
     for node in computed(traced):
         if node.op == "get_attr":
@@ -119,7 +119,7 @@ def last_nodes(traced: fx.GraphModule, model: nn.Module) -> dict[str, fx.Node]:
 
 
 def is_random(piece: fx.GraphModule) -> bool:
-    """Whether it draws random numbers, which a second run must repeat."""
+    """Whether a piece draws random numbers, which a second run must repeat."""
     return any(
         (node.op == "call_module" and _draws(piece.get_submodule(str(node.target))))
         or (node.op in ("call_function", "call_method") and any(word in node.name for word in ("drop", "rand", "bern")))
@@ -128,7 +128,7 @@ def is_random(piece: fx.GraphModule) -> bool:
 
 
 def _draws(layer: nn.Module) -> bool:
-    """timm's DropPath is known by its name: timm takes two seconds to import, and the CIFAR networks do not need it."""
+    """Whether a layer draws random numbers; timm's DropPath is known by name, as importing timm takes two seconds."""
     return isinstance(layer, _RANDOM) or type(layer).__name__ == "DropPath"
 
 

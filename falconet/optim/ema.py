@@ -21,7 +21,7 @@ def decay_for(half_life_epochs: float, updates_per_epoch: int) -> float:
 
 
 class Ema:
-    """The average of a model's weights and floating-point buffers over its updates; other buffers are copied.
+    """A moving average of a model's weights and floating-point buffers over its updates; other buffers are copied.
 
     After t updates the newest weights count for (1 - d) / (1 - d^t), so the average has no share of the values before
     training: after the first update it equals the weights.
@@ -49,7 +49,7 @@ class Ema:
     @property
     @torch.no_grad()
     def model(self) -> nn.Module:
-        """A separate model with the average, for evaluation; of the same types as the trained one."""
+        """A separate model with the average for evaluation, with the same types as the trained one."""
         for rounded, average in self._rounded:
             rounded.copy_(average)
         return self._model
@@ -60,7 +60,7 @@ class Ema:
         self.add(model)
 
     def next(self) -> None:
-        """Count an update, and set what its weights will count for."""
+        """Count an update, and set the share that its weights will have."""
         self.updates += 1
         self._weight = (1.0 - self.decay) / (1.0 - self.decay**self.updates)
         if self._on_device is not None:
@@ -99,7 +99,7 @@ class Ema:
         self.updates = int(tensors[UPDATES])
 
     def _kept(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: everything but the buffers that the model does not save."""
+        """The tensors for a checkpoint: everything except buffers that the model does not save."""
         saved = self._model.state_dict().keys()
         return {name: t for name, t in {**self._averages, **self._copies}.items() if name in saved}
 

@@ -21,9 +21,9 @@ Arithmetic = Callable[..., tuple[Tensor, ...]]
 
 
 class HalfOptimizer(torch.optim.Optimizer, ABC):
-    """What the rules share: loss scale, skipped updates, rounding, and fused or plain arithmetic.
+    """The common base of the rules: loss scale, skipped updates, rounding, and fused or plain arithmetic.
 
-    Gradients are divided by `scale` (0-d fp32) in fp32. Where `found` (0-d bool) is true, weights and state do not
+    Gradients are divided by `scale` (0-d fp32) in fp32. If `found` (0-d bool) is true, weights and state do not
     change. Both are read on the device, never by the host; None means 1 and false.
     """
 
@@ -67,7 +67,7 @@ class HalfOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def rehearse(self) -> None:
-        """Launch the kernels of an update on a small weight of each type, which leaves nothing behind."""
+        """Launch the kernels of an update on a small weight of each type, without lasting effects."""
         tables, self._tables = self._tables, Tables()
         small: list[Tensor] = []
         try:
@@ -99,7 +99,7 @@ class HalfOptimizer(torch.optim.Optimizer, ABC):
         return self._one.expand(len(params), 2)
 
     def fused_own(self, group: dict[str, Any], batch: Group) -> Tensor:
-        """The same for the fused kernel, contiguous."""
+        """The two numbers per parameter for the fused kernel, contiguous."""
         return self.own(group, batch.weights).contiguous()
 
     def bind(self, arithmetic: Arithmetic, p: Tensor, *, own: Tensor, lr: Tensor) -> Arithmetic:  # noqa: ARG002
@@ -212,7 +212,7 @@ class HalfLars(HalfOptimizer):
         return torch.stack((trust, trust), dim=1)
 
     def fused_own(self, group: dict[str, Any], batch: Group) -> Tensor:
-        """In two launches: torch's norms and their arithmetic would take a dozen, longer than the update itself."""
+        """The trust ratios in two launches; torch would take a dozen, longer than the update itself."""
         if not group["adapts"] or self.norms is not norms_of:  # norms of pieces are summed over the processes
             return super().fused_own(group, batch)
         from falconet.numerics.kernels import fused_updates
@@ -226,7 +226,7 @@ class HalfLars(HalfOptimizer):
 
 
 class _RMSprop(HalfOptimizer):
-    """The constants of both forms."""
+    """RMSprop's constants, for both forms."""
 
     def __init__(
         self, params: ParamsT, *, lr: float, alpha: float, eps: float, momentum: float, rounding: Rounding | None
@@ -308,7 +308,7 @@ class HalfAdamW(HalfOptimizer):
         return (1.0 - betas ** steps[:, None]) ** powers  # few launches: each takes a tenth of the update's time
 
     def _numbers_of(self, values: tuple[float, float]) -> Tensor:
-        """Made on the device: the host would wait for a copy."""
+        """A tensor of these numbers, made on the device because the host would wait for a copy."""
         if values not in self._pairs:
             self._pairs[values] = torch.stack([torch.full_like(self._one, value) for value in values])
         return self._pairs[values]

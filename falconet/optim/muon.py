@@ -24,9 +24,9 @@ LEAST = 1e-7  # norm of a direction, so that a gradient of zeros moves nothing
 
 
 def orthogonalised(matrices: Tensor, *, steps: int) -> Tensor:  # B x R x C, both
-    """U V^T of each matrix U S V^T, roughly: its singular values become about 1.
+    """An approximation of U V^T for each matrix U S V^T: its singular values become about 1.
 
-    In bf16 on CUDA, where products of half values take a fraction of the time, and errors of a percent do not matter.
+    Computed in bf16 on CUDA, which takes a fraction of the time; errors of a percent do not matter.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
@@ -40,9 +40,9 @@ def orthogonalised(matrices: Tensor, *, steps: int) -> Tensor:  # B x R x C, bot
 
 
 class Muon(HalfOptimizer):
-    """Groups with `orthogonal` by Muon: v = momentum * v + g; w -= lr * (orthogonalised(g + momentum * v) + decay * w).
+    """Muon, for groups with `orthogonal`: v = momentum * v + g; w -= lr * (orthogonalised(g + momentum * v) + decay w).
 
-    `rescales`: instead of the decay, w is first scaled so that the mean square of its rows' norms is 1. Other groups by
+    `rescales`: instead of decay, w is first scaled so that the mean square of its rows' norms is 1. Other groups use
     SGD with Nesterov's momentum: v = momentum * v + g + decay * w; w -= lr * (g + decay * w + momentum * v).
     """
 
@@ -51,7 +51,7 @@ class Muon(HalfOptimizer):
     def __init__(
         self, params: ParamsT, *, lr: float, momentum: float, steps: int, rescales: bool, rounding: Rounding | None
     ) -> None:
-        """`momentum`: of groups without their own."""
+        """`momentum`: for groups without their own."""
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "orthogonal": False}
         super().__init__(params, defaults, rounding=rounding)
         self._steps, self._rescales = steps, rescales
@@ -73,7 +73,7 @@ class Muon(HalfOptimizer):
                 self._move(group, params)
 
     def rehearse(self) -> None:
-        """There are no kernels of ours to launch."""
+        """Do nothing: there are no kernels of ours to launch."""
 
     def _move(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         if not group["orthogonal"]:
@@ -99,7 +99,7 @@ class Muon(HalfOptimizer):
         self._keep(velocities, after, slot=1, before=before, owners=params)
 
     def _turn(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        """Move weights of one shape, as matrices in one tensor: a launch for all of them, not one for each."""
+        """Move weights of one shape together, as matrices in one tensor, so that one launch does for all."""
         velocities = [self.state[p]["momentum_buffer"] for p in params]
         weights, before = _stacked(params), _stacked(velocities)
         grads = _stacked([p.grad for p in params if p.grad is not None])
@@ -154,7 +154,7 @@ class _Branches:
         return self
 
     def at(self, number: int) -> AbstractContextManager[Any]:
-        """Where a piece of work runs; the first, which is the longest if they are sorted so, on the current stream."""
+        """A context for a piece of work; the first (and longest, if sorted so) runs on the current stream."""
         place = number % (1 + len(self._streams))
         return torch.cuda.stream(self._streams[place - 1]) if place else nullcontext()
 
@@ -182,7 +182,7 @@ def _unstacked(matrices: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _rows(weight: Tensor) -> Tensor:  # R x C
-    """A weight as a matrix with a row per output; of filters, a row in the order of channels-last memory."""
+    """A weight as a matrix with a row per output; for filters, rows are in the order of channels-last memory."""
     return (weight.movedim(1, -1) if weight.ndim > 2 else weight).reshape(len(weight), -1)
 
 

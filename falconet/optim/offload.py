@@ -1,6 +1,6 @@
 """Optimizer state in host memory, copied to the device bucket by bucket for its update, and back.
 
-Updates run on the device, with the kernels that they run with when the state stays there. So the bits are the same,
+Updates run on the device, with the same kernels as for state that stays there. So the bits are the same,
 loss scale and skipped updates need no host, and the host never waits. Updates on the host would move half as many
 bytes for AdamW, but other kernels would round differently, and the host would wait for gradients in every update.
 """
@@ -22,7 +22,7 @@ ALIGNED = 64  # values; states start at multiples of this, 128 bytes in half pre
 
 
 class Traffic(Protocol):
-    """Copies beside the computation; a mark stands for the moment when one is done."""
+    """The interface for copies that overlap with computing; a mark stands for the moment when one is done."""
 
     def bring(self, to: Tensor, source: Tensor, *, after: Sequence[Any]) -> Any:
         """Copy from the host, as soon as `after` is done."""
@@ -41,7 +41,7 @@ class Traffic(Protocol):
 
 
 class Direct:
-    """Copies at once, within host memory; for tests on a CPU."""
+    """Immediate copies within host memory, for tests on a CPU."""
 
     def bring(self, to: Tensor, source: Tensor, *, after: Sequence[Any]) -> Any:  # noqa: ARG002
         to.copy_(source)
@@ -51,10 +51,10 @@ class Direct:
             to.copy_(source)
 
     def wait(self, mark: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: copies are already done."""
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: copies are already done."""
 
     def room(self, like: Tensor, count: int) -> Tensor:
         return torch.empty(count, dtype=like.dtype)
@@ -107,7 +107,7 @@ class Bucket:
         self.returned: list[Any] = []  # mark of the last copy to the host
 
     def found(self, optimizer: Optimizer) -> list[tuple[Tensor, str]]:
-        """The states of these parameters; counts of updates stay where they are."""
+        """The states of these parameters, without their counts of updates."""
         return [
             (p, slot)
             for p in self.params
@@ -180,11 +180,11 @@ class HostedState:
         self.settle()
 
     def tensors(self) -> list[Tensor]:
-        """The memory of the state: on the host, and the places on the device."""
+        """The memory of the state, on the host and in the places on the device."""
         return [*(bucket.home for bucket in self._buckets), *self._places]
 
     def _fetch(self, number: int) -> None:
-        """Start copying a bucket to the device, unless it is on its way or has no state yet."""
+        """Start copying a bucket to the device, unless its copy has started or it has no state yet."""
         if number >= len(self._buckets):
             return
         bucket = self._buckets[number]

@@ -91,7 +91,7 @@ def slot_names(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def coming_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state that the first update will create for parameters that have none yet."""
+    """The bytes of state that the first update will create for parameters without any."""
     slots = len(slot_names(optimizer) - {"step"})
     every = (p for group in optimizer.param_groups for p in group["params"])
     return sum(slots * p.numel() * p.element_size() for p in every if not optimizer.state.get(p))
@@ -122,7 +122,7 @@ def _trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn
 
 
 def _counted_on_device(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    """Parameters whose count of updates is on their device, because a kernel reads it; other counts are on the host."""
+    """The parameters whose count of updates is on their device, where a kernel reads it; others count on the host."""
     groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
     return {p for group in groups for p in group["params"]}
 

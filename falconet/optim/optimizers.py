@@ -1,4 +1,4 @@
-"""Optimizers from the options: torch's and timm's, and SGD and LARS where theirs fall short."""
+"""Optimizers from the options: torch's, timm's, and our own SGD and LARS."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from falconet.optim.muon import Muon
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """What distinguishes parameters from one another for the update rule, by their names."""
+    """Names of parameters that the update rule treats differently."""
 
     undecayed: frozenset[str] | None = None  # without weight decay; None: those of one dimension
     shares: Mapping[str, float] = field(default_factory=dict)  # of the learning rate; 1 for those without an entry
@@ -63,7 +63,7 @@ def build_optimizer(model: nn.Module, options: Optimizer, *, treatment: Treatmen
 def build_scaled_optimizer(
     model: nn.Module, options: Optimizer, *, rounding: Rounding | None, treatment: Treatment = ALIKE
 ) -> HalfOptimizer:
-    """The same for weights that may be half, gradients that are scaled and updates that may be skipped."""
+    """An optimizer for weights that may be half, scaled gradients and updates that may be skipped."""
     groups = _groups(model, options, treatment)
     momentum, alpha, eps = options.momentum, options.rmsprop_decay, options.optimizer_eps
     match options.optimizer:
@@ -84,7 +84,7 @@ def build_scaled_optimizer(
 
 
 def _muon(groups: list[dict[str, Any]], options: Optimizer, *, rounding: Rounding | None) -> Muon:
-    """Its weight decay is a share of --lr, whatever share of it a weight moves by."""
+    """A Muon optimizer whose weight decay is a share of --lr, whatever a weight's own share of it."""
     for group in groups:
         group["weight_decay"] /= group.get("share", 1.0)
         if group.get("orthogonal"):
@@ -106,7 +106,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def decay_groups(
     model: nn.Module, undecayed: frozenset[str] | None = None
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable parameters with weight decay and without: by name, or by default without for those of one dimension."""
+    """Trainable parameters with and without weight decay: by name or, by default, without for one dimension."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}  # a tied parameter comes once
     if undecayed is None:
         plain = {name for name, p in trainable.items() if p.ndim <= 1}
@@ -136,11 +136,11 @@ def undecayed_names(model: nn.Module, exclude: Literal["vectors", "norms", "noth
 
 
 def _groups(model: nn.Module, options: Optimizer, treatment: Treatment) -> list[dict[str, Any]]:
-    """Decayed parameters and the others, by their shares of the rate; only LARS reads `adapts`, only Muon `orthogonal`.
+    """Groups of decayed and other parameters by shares of the rate; only LARS reads `adapts`, only Muon `orthogonal`.
 
     On CUDA the rate is a number on the device: a captured update sees it change.
 
-    Parameters that are frozen at first are apart, because torch's rules start the state of a whole group at once. A
+    Parameters that are frozen at first have their own groups, because torch's rules start a group's state at once. A
     stage may have nothing to train.
     """
     names = {p: name.replace("|", ".") for name, p in model.named_parameters()}  # pieces have names with bars
@@ -225,7 +225,7 @@ class CombinedSGD(torch.optim.Optimizer):
         self._decayed = False
 
     def _attach_velocities(self) -> None:
-        """Put the state's velocities back into `p.grad`, after a restore or where they were detached."""
+        """Put the state's velocities back into `p.grad`, after a restore or if they were detached."""
         for p, slots in self.state.items():
             p.grad = slots["velocity"]
 

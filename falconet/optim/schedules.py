@@ -84,7 +84,7 @@ class Schedule:
                 return (1.0 - self.end_ratio) * left + self.end_ratio
 
     def _alike(self) -> list[tuple[float, list[float]]]:
-        """The step schedule's factors with the epochs of their drops, equal neighbours together."""
+        """The step schedule's factors with the epochs of their drops, in runs of equal factors."""
         factors = self.factors or (self.decay,) * len(self.drops)
         pairs = groupby(zip(factors, self.drops, strict=True), key=lambda pair: pair[0])
         return [(factor, [drop for _, drop in group]) for factor, group in pairs]
@@ -111,7 +111,7 @@ def drops_at(shares: Iterable[float], updates: int, updates_per_epoch: int) -> l
 
 
 def _exact(number: float | Fraction) -> Fraction:
-    """The decimal as written: 0.424 is 53/125, not the nearest double. A fraction stays as it is."""
+    """The decimal as written: 0.424 is 53/125, not the nearest double. A fraction is returned unchanged."""
     return Fraction(str(number))
 
 

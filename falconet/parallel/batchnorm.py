@@ -42,7 +42,7 @@ class Span:
         return values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Not copied: a copy of a model, such as its moving average, normalises with the same replicas."""
+        """Return self: a copy of a model, such as its moving average, normalises with the same replicas."""
         return self
 
 
@@ -72,7 +72,7 @@ def over(model: nn.Module, span: Span) -> nn.Module:
 
 
 def _kinds() -> dict[type[nn.Module], Any]:
-    """The layers that can span, and what each becomes."""
+    """The classes of layers that can span, each with its replacement."""
     if "timm.layers.norm_act" not in sys.modules:  # slow to import; without it, no model has layers of timm's
         return {nn.BatchNorm2d: SpanBatchNorm2d}
     return {nn.BatchNorm2d: SpanBatchNorm2d, **_timm_kinds()}
@@ -96,7 +96,7 @@ def _timm_kinds() -> dict[type[nn.Module], Any]:
 
 
 def _own_group(world: Processes, every: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Create all groups and return this process's; every process must create each, in the same order."""
+    """Create all groups in the same order on every process, as torch requires, and return this process's own."""
     wait = timedelta(seconds=world.timeout)
     made = [dist.new_group(list(ranks), timeout=wait) for ranks in every]
     own = next(group for group, ranks in zip(made, every, strict=True) if world.rank in ranks)
@@ -134,7 +134,7 @@ def _track(layer: nn.BatchNorm2d, mean: Tensor, variance: Tensor) -> None:
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / std * weight + bias over the span; also the mean, the variance and the count per channel.
+    """(x - mean) / std * weight + bias over the span; also returns mean, variance and count per channel.
 
     Means and variances are merged as by Chan et al., without differences of large squares. The gradients of weight and
     bias are those of this replica; they are averaged later, with all the others.

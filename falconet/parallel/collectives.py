@@ -54,7 +54,7 @@ class Folder:
         new.replace(self._file(key))  # atomic for readers
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """No need to wait: every process writes its file as soon as it starts."""
+        """Do nothing: every process writes its file as soon as it starts."""
 
     def get(self, key: str) -> bytes:
         return self._file(key).read_bytes()
@@ -64,7 +64,7 @@ class Folder:
 
 
 class Liveness:
-    """Publishes `doing` from a thread, and reads that of the others, through `board` or else the store."""
+    """Publishes `doing` from a thread, and reads it from other processes, through `board` or else the store."""
 
     def __init__(self, store: Store, *, rank: int, size: int, board: Folder | None = None) -> None:
         self.rank, self.size = rank, size
@@ -96,7 +96,7 @@ class Liveness:
         self._thread.join()
 
     def timed_out(self, seconds: float) -> WorldError:
-        """The error of a time-out, naming the processes that did not arrive here."""
+        """The error for a time-out, naming the processes that did not arrive here."""
         here = self.doing
         self.doing = f"{here}{GAVE_UP}"
         said, silent = self._asked()
@@ -107,9 +107,9 @@ class Liveness:
         return WorldError(f"rank {self.rank}: timed out after {seconds:g} s in {here}: {found}")
 
     def lost(self, operation: str, error: RuntimeError) -> WorldError:
-        """The error of losing another process; delayed, so that the other's error is reported first.
+        """The error for losing another process, delayed so that the other's error is reported first.
 
-        Meanwhile our launcher ends this process, and reports the one that failed. It cannot see a device that fails.
+        Meanwhile our launcher ends this process and reports the failed one; it cannot see a failing device.
         """
         with contextlib.suppress(ValueError):  # not possible in autograd's threads
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end us now: nothing is left to save
@@ -132,7 +132,7 @@ class Liveness:
         return f"all processes are alive, so suspect a device or the network of {hosts}"
 
     def _asked(self) -> tuple[dict[int, str], set[int]]:
-        """The last state of each process that answers, and those that give no sign of life."""
+        """The last state of each process that answers, and the set of those without a sign of life."""
         said: dict[int, str] = {}
         silent: set[int] = set()
         # In a thread: the first process holds the store, and a client of a stopped store hangs.
@@ -142,11 +142,11 @@ class Liveness:
         return dict(said), set(silent)
 
     def _place(self, rank: int) -> str:
-        """Its host, if there are several."""
+        """The host of a process in words, if there are several hosts."""
         return f" on {self._hosts[rank]}" if len(set(self._hosts)) > 1 else ""
 
     def _ask(self, said: dict[int, str], silent: set[int]) -> None:
-        """Read all states twice: a living process has a new beat the second time, whatever its clock."""
+        """Read all states twice: a live process has a new beat the second time, whatever its clock."""
         self._read(said)
         time.sleep(SILENCE)
         again: dict[int, str] = {}
@@ -176,7 +176,7 @@ def _absent(words: str | None, is_silent: bool) -> str:
 
 
 def _how() -> str:
-    """What to do, unless our own launcher restarts the workers or reports it."""
+    """Advice for the user, unless our own launcher restarts the workers or reports the error."""
     return "" if os.environ.get(environment.OWN) else "; resume the run to continue from the newest checkpoint"
 
 
@@ -242,7 +242,7 @@ class Processes(World):
                 )
 
     def counter(self, what: str) -> Callable[[str], int]:
-        """Callable from any thread, without waiting for the others: the store counts."""
+        """A counter that may be called from any thread and does not wait for other processes: the store counts."""
 
         def count(thing: str) -> int:
             key = f"{what}/{_digest(thing)}"
@@ -293,7 +293,7 @@ class Processes(World):
             raise self._said(error) from None
 
     def _said(self, error: UserError) -> UserError:
-        """Report an error once: by the first process if it has it too, else by this one with its rank."""
+        """The error to raise so that it is reported once: by the first process if it has it too, else by this one."""
         key = f"said/{_digest(str(error))}"
         heard = f"{key}/heard"
         if self.is_first:
@@ -310,7 +310,7 @@ class Processes(World):
         return said
 
     def _stay_until(self, heard: str) -> None:
-        """The store ends with the first process: give the others time to ask about the same error."""
+        """Wait until the others have asked about the same error, because the store ends with the first process."""
         deadline = time.monotonic() + STAYING
         with contextlib.suppress(dist.DistError, RuntimeError):  # torchrun may hold the store and have exited
             while self.store.add(heard, 0) < self.size - 1 and time.monotonic() < deadline:
@@ -326,11 +326,11 @@ class Processes(World):
         return self.host if values.device.type == "cpu" else self.group
 
     def global_rank(self, rank: int) -> int:
-        """The rank among all processes of one of these."""
+        """The rank among all processes, for a rank in this world."""
         return dist.get_global_rank(self.host, rank)
 
     def texts(self, mine: str, operation: str) -> list[str]:
-        """The texts of all processes, by rank; sent as bytes, because torch would pickle them."""
+        """The texts of all processes by rank, sent as bytes because torch would pickle them."""
         data = mine.encode(errors=NAMES)
         longest = int(self.max(torch.tensor(len(data))))
         padded = torch.zeros(longest + 1, dtype=torch.uint8)
@@ -368,8 +368,8 @@ class _Vote:
 class _ReplayWatch:
     """Ends this process if the device waits in a captured update for a message that does not come.
 
-    NCCL's watchdog does not see what was captured. The main thread may itself wait for the device, so that neither an
-    error nor a signal would reach it: the error is printed from here.
+    NCCL's watchdog does not see captured messages. The main thread may itself wait for the device, where neither an
+    error nor a signal would reach it, so the error is printed from here.
     """
 
     def __init__(self, world: Processes) -> None:
@@ -391,7 +391,7 @@ class _ReplayWatch:
         return first is not None and time.monotonic() - self._since > self._world.timeout + MARGIN
 
     def _next(self) -> torch.cuda.Event | None:
-        """The first replay that has not ended; None: all have, or the device has failed, which the step reports."""
+        """The first unfinished replay; None: all have ended, or the device has failed, which the step reports."""
         try:
             while self._pending and self._pending[0].query():  # type: ignore[no-untyped-call]
                 self._pending.popleft()
@@ -405,7 +405,7 @@ class _ReplayWatch:
 
 
 def _watch(watched: "weakref.ref[_ReplayWatch]") -> None:
-    """Look at the replays until the step that makes them is gone."""
+    """Check the replays until the step that makes them is gone."""
     while (watch := watched()) is not None and not watch.is_overdue():
         del watch
         time.sleep(EVERY)
@@ -454,7 +454,7 @@ def join(place: Place, device: torch.device, *, timeout: float) -> Processes:
 
 
 def _in_folder(folder: Path, place: Place, wait: timedelta) -> Store:
-    """A file store in our launcher's private folder: no port, and closed to other users of this host."""
+    """A file store in our launcher's private folder, which needs no port and is closed to other users."""
     if place.rank == 0:
         (folder / environment.FIRST).touch()
     store = FileStore(str(folder / "store"), place.size)
@@ -470,7 +470,7 @@ def _at_port(place: Place, wait: Wait) -> Store:
 
 
 def _share_a_network(store: Store, wait: Wait) -> bool:
-    """Whether all processes are on one host, whatever its name."""
+    """Whether all processes share a network namespace, whatever the names of their hosts."""
     own = network.namespace()
     if environment.has_agent_store(os.environ):
         store = PrefixStore("workers", store)  # the hosts have met at the same one

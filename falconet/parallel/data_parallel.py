@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 
 class Replicas(Protocol):
-    """How the gradients of the replicas are combined."""
+    """The interface for combining the gradients of replicas."""
 
     def announced(self, micro_batches: Sequence[T]) -> Iterator[T]:
-        """Pass the micro-batches through, noticing the last one."""
+        """Pass the micro-batches through and notice the last one."""
 
     def average(self) -> None:
-        """After the last backward pass: make every gradient the mean over the replicas."""
+        """Replace every gradient by the mean over the replicas; called after the last backward pass."""
 
     def look_again(self) -> None:
-        """After layers were frozen or unfrozen: exchange only what is trained now."""
+        """Exchange only the weights that are trained now; called after layers were frozen or unfrozen."""
 
     def buffers(self) -> list[Tensor]:
-        """Tensors that hold messages."""
+        """The tensors that hold messages."""
 
 
 class OneReplica:
@@ -40,10 +40,10 @@ class OneReplica:
         return iter(micro_batches)
 
     def average(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def look_again(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def buffers(self) -> list[Tensor]:
         return []
@@ -54,7 +54,7 @@ class AveragedReplicas:
 
     A bucket is sent once its last gradient has arrived and every bucket before it has been sent, so that all processes
     send in the same order. Running statistics of batch norm are averaged as well: they are linear in the statistics of
-    the batches, so the mean is what one replica would keep that saw all batches, and all replicas have the same state.
+    the batches, so their mean is what one replica with all batches would keep, and all replicas have the same state.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class AveragedReplicas:
             yield batch
 
     def _forget(self) -> None:
-        """Drop the messages of an update before that was not finished: one whose capture failed sent none."""
+        """Drop the messages of an unfinished earlier update, such as one whose capture failed."""
         self._armed, self._sent = False, 0
         for each in (self._statistics, *self._buckets):
             each.forget()
@@ -137,7 +137,7 @@ class Bucket:
     """Tensors of one dtype that are averaged together, side by side in memory."""
 
     def __init__(self, tensors: Sequence[Tensor], *, multiple: int = 1, step: int = 1) -> None:
-        """`multiple`: to which the number of values is padded; `step`: every tensor starts at a multiple of it."""
+        """`multiple`: the number of values is padded to one of it; `step`: every tensor starts at a multiple of it."""
         self._tensors = tensors
         self._begins = list(accumulate((t.numel() + -t.numel() % step for t in tensors), initial=0))
         count = self._begins[-1]
@@ -153,7 +153,7 @@ class Bucket:
         return sum(tensor.requires_grad for tensor in self._tensors)
 
     def buffers(self) -> list[Tensor]:
-        """Tensors that hold messages."""
+        """The tensors that hold messages."""
         return [self._flat]
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class Bucket:
                 self._work = dist.all_reduce(self._flat, group=world.group, async_op=True)
 
     def _pack(self, replicas: int) -> None:
-        """Copy side by side, and divide before summing, so that half-precision sums do not overflow."""
+        """Copy the tensors side by side, divided before the sum so that half precision does not overflow."""
         pairs = self._pairs()
         if len(pairs) < len(self._tensors):
             self._flat.zero_()

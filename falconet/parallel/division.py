@@ -10,7 +10,7 @@ PROCESSES_PER_CORE = 2  # on a CPU; more would only compete for time and memory
 
 @dataclass(frozen=True)
 class Division:
-    """What runs: replicas, stages and micro-batches of each replica per update, for the recipe's global batch."""
+    """The replicas, stages and micro-batches per replica and update that run, for the recipe's global batch."""
 
     replicas: int
     accumulation: int
@@ -24,7 +24,7 @@ class Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the recipe asks for; if `free`, only replicas x accumulation is fixed, because a checkpoint brought them."""
+    """The recipe's demands; if `free`, only replicas x accumulation is fixed, because they come from a checkpoint."""
 
     replicas: int
     accumulation: int
@@ -41,14 +41,14 @@ class Asked:
 
 
 def over_cores(cores: int) -> tuple[int, str]:
-    """How many processes the cores of a host are enough for, and that in words."""
+    """The number of processes for the cores of a host, and a phrase that says so."""
     processes = PROCESSES_PER_CORE * cores
     are = "1 core is" if cores == 1 else f"{cores} cores are"
     return processes, f"{are} available, enough for {_processes(processes)}"
 
 
 def over_devices(asked: Asked, *, devices: int, what: str) -> Division:
-    """As many processes as devices; further replicas become accumulation, or all stages share one process."""
+    """Divide over devices, one process each; further replicas become accumulation, or all stages share one process."""
     if asked.processes <= devices:
         return Division(asked.replicas, asked.accumulation, asked.stages)
     if asked.strict:
@@ -60,7 +60,7 @@ def over_devices(asked: Asked, *, devices: int, what: str) -> Division:
 
 
 def over_hosts(asked: Asked, *, hosts: int, devices: int, what: str) -> Division:
-    """The same on every host, with `devices` each; a replica stays on one host."""
+    """Divide in the same way on every host, with `devices` each; a replica stays on one host."""
     replicas, rest = divmod(asked.replicas, hosts)
     total = asked.replicas * asked.accumulation
     if rest and asked.free and total % hosts == 0:
@@ -77,7 +77,7 @@ def over_hosts(asked: Asked, *, hosts: int, devices: int, what: str) -> Division
 def over_processes(asked: Asked, *, size: int, launcher: str, running: int | None = None) -> Division:
     """Divide over the processes that a launcher started, which must fit the recipe.
 
-    `running`: stages of a replica that the launcher has a process for; None: as many as fit.
+    `running`: stages of a replica for which the launcher has a process; None: as many as fit.
     """
     if running == 1 < asked.stages:
         whole = over_processes(replace(asked, stages=1), size=size, launcher=launcher)
@@ -107,7 +107,7 @@ def over_processes(asked: Asked, *, size: int, launcher: str, running: int | Non
 
 
 def processes_of(launcher: str, size: int) -> str:
-    """What a launcher started, in words; its user typed its name, unless it is ours."""
+    """A phrase for the processes that a launcher started, naming the launcher unless it is ours."""
     return _processes(size) if launcher == OURS else f"{_processes(size)} of {launcher}"
 
 

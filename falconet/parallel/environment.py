@@ -1,4 +1,4 @@
-"""What launchers put into the environment: torchrun, mpirun, MPICH, SLURM, TF_CONFIG. No torch in here."""
+"""The variables of launchers: torchrun, mpirun, MPICH, SLURM, TF_CONFIG. This module does not import torch."""
 
 import contextlib
 import json
@@ -61,7 +61,7 @@ def is_one_of_several(environment: Mapping[str, str]) -> bool:
 
 
 def said_here(environment: Mapping[str, str], message: str) -> str | None:
-    """What this process should print of an error: the first one everything, others only their own errors."""
+    """The part of an error that this process should print: the first process everything, others only their own."""
     try:
         place = find_place(environment)
     except ConfigError:
@@ -81,7 +81,7 @@ def has_agent_store(environment: Mapping[str, str]) -> bool:
 
 
 def _is_waiting(place: Place, environment: Mapping[str, str]) -> bool:
-    """Whether the first process waits for the others, now or soon."""
+    """Whether the first process waits for the others, or soon will."""
     folder = environment.get(MEETING)
     deadline = time.monotonic() + WAITING
     while time.monotonic() < deadline:
@@ -96,19 +96,19 @@ def _is_waiting(place: Place, environment: Mapping[str, str]) -> bool:
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Whether this is the first process, which alone prints and does what cannot be shared."""
+    """Whether this is the first process, which alone prints and does work that cannot be shared."""
     place = find_place(environment)
     return place is None or place.rank == 0
 
 
 def prints(environment: Mapping[str, str]) -> bool:
-    """Whether this process, which is not the first of all, prints what the first does."""
+    """Whether this process prints as the first one does, although it is not the first."""
     place = find_place(environment)
     return bool(environment.get(ALL_HOSTS)) and place is not None and place.local_rank == 0
 
 
 def cores_of(environment: Mapping[str, str], *, host: int, own: int, expected: int = 1) -> int:
-    """Cores for this process, of the `host`'s cores and of its `own` affinity.
+    """The number of cores for this process, from those of the `host` and of its `own` affinity.
 
     A launcher that binds gives each process its own cores, or those of a socket to several; otherwise all processes
     share the cores that each sees. `expected`: processes that will share them, before any has been started.
@@ -119,9 +119,9 @@ def cores_of(environment: Mapping[str, str], *, host: int, own: int, expected: i
 
 
 def threads_of(environment: Mapping[str, str], *, cores: int) -> int:
-    """CPU threads of this process: what the user set in OMP_NUM_THREADS, otherwise one per core.
+    """The CPU threads of this process: the user's OMP_NUM_THREADS, otherwise one per core.
 
-    torchrun sets 1 in several processes where the user set nothing; our launcher leaves the variable alone.
+    For several processes, torchrun sets 1 if the user set nothing; our launcher leaves the variable alone.
     """
     asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # after a comma: nested levels
     is_torchruns = asked == "1" and "TORCHELASTIC_RUN_ID" in environment and OWN not in environment
@@ -138,19 +138,19 @@ def is_bound(environment: Mapping[str, str]) -> bool:
 
 
 def asked_of_launcher(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Replicas, and processes per replica, that the launcher was asked for; it may have started fewer."""
+    """The replicas, and processes per replica, that the launcher was asked for; it may have started fewer."""
     if not _are_set(environment, REPLICAS, STAGES):
         return None
     return _number(environment, REPLICAS), _number(environment, STAGES)
 
 
 def stages_running(environment: Mapping[str, str]) -> int | None:
-    """Stages of a replica that the launcher has a process for, on one host; None: it left that open."""
+    """The stages of a replica for which the launcher has a process, on one host; None: it left that open."""
     return _number(environment, RUNNING) if _are_set(environment, RUNNING) else None
 
 
 def is_one_per_host(environment: Mapping[str, str], place: Place) -> bool:
-    """Whether each host has one process of TF_CONFIG or mpirun, which starts those that the plan needs there."""
+    """Whether TF_CONFIG or mpirun gives each host one process, which starts the others that the plan needs there."""
     if place.launcher == "mpirun":
         return place.local_size == 1
     if place.launcher != TF_CONFIG:
@@ -160,7 +160,7 @@ def is_one_per_host(environment: Mapping[str, str], place: Place) -> bool:
 
 
 def attempt(environment: Mapping[str, str]) -> int:
-    """How often our launcher or torchrun has restarted this run after a worker died."""
+    """The number of times that our launcher or torchrun has restarted this run after a worker died."""
     return max(int(environment.get(name) or 0) for name in (ATTEMPT, "TORCHELASTIC_RESTART_COUNT"))
 
 
@@ -185,7 +185,7 @@ def _mpich(environment: Mapping[str, str]) -> Place | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> Place | None:
-    """Only within `srun`: a batch script has a SLURM_PROCID too, but is a single process."""
+    """The place that `srun` gave; a batch script outside it has a SLURM_PROCID too, but is a single process."""
     if not _are_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"):
         return None
     size, tasks = _number(environment, "SLURM_STEP_NUM_TASKS"), environment.get("SLURM_STEP_TASKS_PER_NODE", "")
@@ -211,7 +211,7 @@ def first_host(nodes: str) -> str:
 
 
 def _tf_config(environment: Mapping[str, str]) -> Place | None:
-    """TensorFlow's variable: the chief first, then the workers, each as host:port."""
+    """The place that TensorFlow's variable gives: first the chief, then the workers, each as host:port."""
     everyone = _cluster(environment)
     if not everyone:
         return None
@@ -286,7 +286,7 @@ def _place(environment: Mapping[str, str], launcher: str, rank: str, size: str, 
 
 
 def _are_set(environment: Mapping[str, str], *names: str) -> bool:
-    """Whether all are set and not empty: scripts write `MASTER_PORT=$PORT` when PORT may not be set."""
+    """Whether all variables are set and not empty: scripts write `MASTER_PORT=$PORT` even if PORT is not set."""
     return all(map(environment.get, names))
 
 

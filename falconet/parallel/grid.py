@@ -62,7 +62,7 @@ def _part(world: Processes, ranks: list[int]) -> Processes:
 
 
 class Stages(Protocol):
-    """Which tensors of the model belong to this process."""
+    """The interface that says which tensors of the model belong to this process."""
 
     def own(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors of the whole model that this process needs."""
@@ -72,7 +72,7 @@ class Stages(Protocol):
 
 
 class OneStage:
-    """This process has the whole model."""
+    """The only stage: this process has the whole model."""
 
     def own(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return tensors
@@ -82,7 +82,7 @@ class OneStage:
 
 
 class SeveralStages:
-    """Tensors are named `parameter` or `slot/parameter`; any others are the same on all stages."""
+    """One of several stages; tensors named `parameter` or `slot/parameter` belong to stages, others to all."""
 
     def __init__(self, grid: Grid, *, own: Collection[str], every: Collection[str]) -> None:
         """`own`, `every`: the names in the state of this stage, and of all stages."""

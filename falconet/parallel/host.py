@@ -1,4 +1,4 @@
-"""Processes, memory and processor of this host: end leftover processes, find peak and free memory. No torch in here."""
+"""This host: ending leftover processes, peak and free memory, the processor. This module does not import torch."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-GRACE = 30.0  # seconds from SIGTERM to SIGKILL, as torch's agent has it
+GRACE = 30.0  # seconds from SIGTERM to SIGKILL, as in torch's agent
 EVERY = 0.05  # seconds between looking for their end
 DOUBT = 64 << 20  # bytes by which rusage may exceed the parent's peak and still be inherited from it
 _PEAK = re.compile(r"^VmHWM:\s*(\d+) kB", re.M)
@@ -33,7 +33,7 @@ def none_left() -> Iterator[None]:
 
 
 def _leaders() -> set[int]:
-    """Children of this process that lead a process group."""
+    """The children of this process that lead a process group."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has exited meanwhile
@@ -76,7 +76,7 @@ def _has_ended(number: int) -> bool:
 
 
 def peak_of(process: int) -> int:
-    """Peak bytes since the program started; 0 for a process that has exited or a system without /proc."""
+    """Peak bytes of a process since its program started; 0 if it has exited or there is no /proc."""
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -96,7 +96,7 @@ def accounted() -> int:
 
 
 def peak_of_ended(usage: resource.struct_rusage, *, seen: int, ours: int) -> int:
-    """Peak bytes of a program that exited, or of its largest child; what was `seen` if rusage may be `ours`."""
+    """Peak bytes of a program that exited, or of its largest child; the value `seen` if rusage may be `ours`."""
     account = usage.ru_maxrss * 1024
     return max(seen, account) if account > ours + DOUBT else seen
 
@@ -108,7 +108,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Version:
-    """Where the system keeps the limits of a control group, and their names."""
+    """The files and names of a control group's limits in one version of the interface."""
 
     controller: str  # in MEMBERSHIP
     mount: str
@@ -137,7 +137,7 @@ def available() -> int:
 
 
 def _groups(version: Version) -> Iterator[Path]:
-    """The mount, which is a container's group, and all groups from there down to this process: each has a limit."""
+    """The groups that limit this process, from the mount (a container's group) down to its own."""
     root = CGROUP / version.mount
     yield root
     for line in _lines(MEMBERSHIP):
@@ -148,7 +148,7 @@ def _groups(version: Version) -> Iterator[Path]:
 
 
 def _left(group: Path, version: Version) -> int | None:
-    """Bytes left; version 1 expresses "no limit" as more than any machine has."""
+    """Bytes left in a group; version 1 expresses "no limit" as more than any machine has."""
     limit, used = _number(group / version.limit), _number(group / version.used)
     if limit is None or used is None:
         return None
@@ -179,9 +179,9 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> None:
-    """Let glibc use freed blocks again, instead of returning a layer's to the system and faulting in others.
+    """Let glibc reuse freed blocks, instead of returning those of a layer to the system and faulting in others.
 
-    For this process until it ends. Other allocators, and one that the user has tuned by variables, are left alone.
+    This lasts until the process ends. Other allocators, and a glibc that the user tuned by variables, are left alone.
     """
     is_tuned = "glibc.malloc." in environ.get("GLIBC_TUNABLES", "")
     if is_tuned or any(name.startswith("MALLOC_") for name in environ):
@@ -193,7 +193,7 @@ def keep_freed_memory(environ: Mapping[str, str]) -> None:
 
 
 def return_freed_memory() -> None:
-    """Return what is freed to the system; blocks that are needed again are faulted in again."""
+    """Return freed memory to the system; blocks that are needed later are faulted in again."""
     if malloc_trim := _of_libc("malloc_trim"):
         malloc_trim(0)
 
@@ -212,7 +212,7 @@ def processor() -> str:
 
 
 def processor_flags() -> frozenset[str]:
-    """What the processor can do, in Linux's words; empty where they are not told."""
+    """The processor's features by Linux's names; empty if they are not known."""
     return frozenset((_cpuinfo("flags") or _cpuinfo("Features") or "").split())
 
 
@@ -225,5 +225,5 @@ def _cpuinfo(name: str) -> str:
 
 
 def total_memory() -> int:
-    """Bytes of this host."""
+    """The memory of this host in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

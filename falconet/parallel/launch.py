@@ -35,7 +35,7 @@ NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distr
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """What to run in how many processes; at most `restarts` in a row without progress."""
+    """The program to run and the number of processes; at most `restarts` restarts in a row without progress."""
 
     argv: Sequence[str]  # of the program
     processes: int
@@ -47,7 +47,7 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """The hosts of a run, one process on each, which starts the workers there; met at a store on the first."""
+    """The hosts of a run, whose first processes have met at a store on the first host and start the workers."""
 
     rank: int
     size: int
@@ -58,7 +58,7 @@ class Hosts:
 
 
 def meet(place: Place, *, devices: int, timeout: float) -> Hosts:
-    """Meet the processes of the other hosts; this one has so many devices."""
+    """Meet the processes of the other hosts; `devices`: those of this host."""
     where, wait = f"{place.address}:{place.port}", Wait(place, timeout=timeout)
     try:
         store = meeting.open_store(wait)
@@ -158,19 +158,19 @@ def heeded() -> str:
 
 
 def described(failures: Mapping[int, int]) -> str:
-    """How the workers that failed first ended."""
+    """A line that says how the workers that failed first ended."""
     return ", ".join(f"rank {rank} {_ended(code)}" for rank, code in sorted(_first_to_fail(failures).items()))
 
 
 def _why(failures: Mapping[int, int]) -> str:
-    """Where to look for the reason."""
+    """A hint about where to look for the reason."""
     if -signal.SIGKILL in _first_to_fail(failures).values():
         return f" on {socket.gethostname()} (by the system, if it ran out of memory: see `dmesg`)"
     return f" on {socket.gethostname()}"
 
 
 def _first_to_fail(failures: Mapping[int, int]) -> Mapping[int, int]:
-    """Without those that the agent ended after another had failed."""
+    """The failures without workers that the agent ended after another one had failed."""
     return {rank: code for rank, code in failures.items() if code != -signal.SIGTERM} or failures
 
 

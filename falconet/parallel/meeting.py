@@ -1,6 +1,6 @@
-"""Meet the other processes of a launcher at the first one's store, in a wait that Ctrl-C ends.
+"""Meet the other processes of a launcher at the first one's store; Ctrl-C ends the wait.
 
-Torch's own waits are in C++, where Python does not notice a signal, and report nothing before the time-out.
+Torch's own waits are in C++, where Python notices no signal, and report nothing before the time-out.
 """
 
 import os
@@ -27,7 +27,7 @@ LISTED = 4  # missing workers that are named
 
 
 class Wait:
-    """A wait for other processes: one line after a few seconds, an error after `timeout` of them."""
+    """A wait for other processes that prints a line after a few seconds and fails after `timeout` seconds."""
 
     def __init__(self, place: Place, *, timeout: float) -> None:
         self.place, self.timeout = place, timeout
@@ -67,7 +67,7 @@ def open_store(wait: Wait) -> Store:
 
 
 def exchange(store: Store, kind: str, mine: str, *, wait: Wait) -> list[str]:
-    """What every process says, by rank; all must be of one kind, or they would wait for each other elsewhere."""
+    """The text of every process by rank; all must be of one kind, or they would wait for each other elsewhere."""
     place = wait.place
     keys = [f"{CAME}/{rank}" for rank in range(place.size)]
     store.set(keys[place.rank], f"{kind} {mine}")
@@ -89,7 +89,7 @@ def exchange(store: Store, kind: str, mine: str, *, wait: Wait) -> list[str]:
 
 
 def _unanswered(place: Place) -> str | None:
-    """Why nothing answers at the address of the first process; None if something does."""
+    """The reason why nothing answers at the address of the first process; None: something does."""
     try:
         with socket.create_connection((place.address, place.port), timeout=CONNECTING):
             return None

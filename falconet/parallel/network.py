@@ -1,4 +1,4 @@
-"""Which interfaces processes listen on: one address, and loopback when all are on one host."""
+"""Interfaces on which processes listen: a single address, and loopback if all are on one host."""
 
 import errno
 import ipaddress

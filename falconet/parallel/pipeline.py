@@ -18,7 +18,7 @@ PASSING = "passing activations between stages"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class StagePlace:
     """The position of a stage, and its inputs and outputs for one micro-batch, as tensors on `meta`.
 
     Without them torch would run the stage on made-up values to learn the shapes, which corrupts the statistics of batch
@@ -48,7 +48,7 @@ class Pipeline:
     """Runs the micro-batches of an update forward and backward through this stage and its neighbours."""
 
     def __init__(
-        self, run: Run, place: Place, *, kind: Kind, micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
+        self, run: Run, place: StagePlace, *, kind: Kind, micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """`loss(logits, target)` starts the backward pass of a micro-batch; it is called on the last stage only."""
         self._run, self._place, self._kind, self._loss = run, place, kind, loss
@@ -94,8 +94,8 @@ class Pipeline:
 class ScheduleGrouped(Schedule1F1B):
     """1F1B as in a pipeline of twice the stages: each stage runs that many more micro-batches forward first.
 
-    GPipe, which runs all of an update forward first, would hold all of them. Every stage is later by the same number:
-    so the messages of neighbours stay paired, without which NCCL would wait forever.
+    GPipe, which runs a whole update forward first, would hold all of it. Every stage is later by the same number, so
+    that the messages of neighbours stay paired; otherwise NCCL would wait forever.
     """
 
     def __init__(self, stage: PipelineStage, micro_batches: int, **rest: Any) -> None:
@@ -104,7 +104,7 @@ class ScheduleGrouped(Schedule1F1B):
         self._num_stages *= 2  # decides only how many micro-batches go forward first
 
     def _get_pipeline_order(self) -> None:
-        """Of 1F1B with more micro-batches than stages, and for pictures only."""
+        """Return nothing: torch only draws this order, and that of 1F1B needs more micro-batches than stages."""
 
 
 SCHEDULES: dict[Kind, Callable[..., PipelineScheduleSingle]] = {
@@ -117,7 +117,7 @@ SCHEDULES: dict[Kind, Callable[..., PipelineScheduleSingle]] = {
 class _Ends(nn.Module):
     """A stage with the conversions of the values that it receives and sends."""
 
-    def __init__(self, run: Run, place: Place) -> None:
+    def __init__(self, run: Run, place: StagePlace) -> None:
         super().__init__()
         self._run, self._place = run, place
         self._root = torch.zeros((), device=place.world.device, requires_grad=True)
@@ -129,7 +129,7 @@ class _Ends(nn.Module):
 
 
 @torch.no_grad()
-def relay(run: Run, place: Place, given: Sequence[Tensor]) -> Tensor | None:
+def relay(run: Run, place: StagePlace, given: Sequence[Tensor]) -> Tensor | None:
     """Run one micro-batch forward through all stages; return the result on the last one."""
     world = place.world
     with world.waiting(PASSING):
@@ -177,7 +177,7 @@ class _Received(torch.autograd.Function):
 
 
 def _to_wire(value: Tensor) -> Tensor:
-    """Contiguous, as messages must be; images stay channels-last in memory: N x C x H x W -> N x H x W x C."""
+    """Make a value contiguous for sending; images stay channels-last in memory: N x C x H x W -> N x H x W x C."""
     return (value.permute(0, 2, 3, 1) if value.ndim == 4 else value).contiguous()
 
 

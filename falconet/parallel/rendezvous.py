@@ -84,7 +84,7 @@ def _free_port() -> int:
 
 
 def _one_host(params: RendezvousParameters) -> FixedRendezvous:
-    """One agent, whose store is in memory where no other process can reach it."""
+    """The rendezvous of a single agent, with its store in memory, where no other process can reach it."""
     return FixedRendezvous(params, rank=0, open_store=HashStore)
 
 
@@ -112,7 +112,7 @@ def _in_order(params: RendezvousParameters) -> FixedRendezvous:
 
 
 def _elastic(params: RendezvousParameters) -> RendezvousHandler:
-    """Torch's c10d rendezvous: hosts may join and leave, and their state is in a store at the endpoint."""
+    """Torch's c10d rendezvous, in which hosts may join and leave, with its state in a store at the endpoint."""
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=ELASTIC_PORT)
     wait = timedelta(seconds=int(params.get("read_timeout", 60)))
     asked = params.get_as_bool("is_host")
@@ -128,7 +128,7 @@ def _elastic(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def is_own(host: str) -> bool:
-    """Whether a name or address belongs to this host, which is so if it can be bound."""
+    """Whether a name or address belongs to this host, tested by binding to it."""
     if is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
         return True
     try:

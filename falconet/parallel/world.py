@@ -1,4 +1,4 @@
-"""World: which process this is, on which device, and how processes agree; a world of one is a World too."""
+"""World: the processes of a run, their devices, and how they agree; a single process is a World too."""
 
 import os
 from collections.abc import Callable
@@ -36,15 +36,15 @@ class World:
         return own_peak()
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes, on each of them."""
+        """The sum over all processes, returned on each."""
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """The elementwise maximum over all processes, on each of them."""
+        """The elementwise maximum over all processes, returned on each."""
         return values
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """The first process's values, on each of them."""
+        """The first process's values, returned on each."""
         return values
 
     def barrier(self, operation: str) -> None:
@@ -80,7 +80,7 @@ class World:
         return lambda: None
 
     def heeds(self, is_asked: Callable[[], bool]) -> None:
-        """Set how to find out whether this process was asked to stop."""
+        """Set the function that tells whether this process was asked to stop."""
 
     def at(self, moment: str) -> None:
         """Publish what this process is doing, for others to read if it stops answering."""
@@ -103,9 +103,9 @@ def open_world(
     place: Place | None = None,
     timeout: float = 600.0,
 ) -> World:
-    """Open the world on this device: of this process alone, or of all that a launcher started.
+    """Open the world on this device: this process alone, or all that a launcher started.
 
-    `timeout`: seconds that one process waits for another.
+    `timeout`: the seconds that one process waits for another.
     """
     torch.set_num_threads(threads)
     chosen = _device(device_kind(device), place, deterministic=deterministic)
@@ -119,9 +119,9 @@ def open_world(
 
 
 def keep_compiled(folder: Path | None) -> None:
-    """Keep what Triton and torch's compiler build in `folder`, not in their own; before the first kernel is compiled.
+    """Make Triton and torch's compiler keep their output in `folder`; call this before the first kernel is compiled.
 
-    cuDNN and cuBLAS come compiled; which of its kernels are fastest, cuDNN can only find again at every start.
+    cuDNN and cuBLAS are already compiled; cuDNN cannot store which of its kernels are fastest.
     """
     if folder is None:
         return
@@ -160,14 +160,14 @@ def _device(kind: Literal["cpu", "cuda"], place: Place | None, *, deterministic:
 
 
 def cores(processes: int = 1) -> int:
-    """Cores for this process, or for each of `processes` that are still to be started."""
+    """The cores for this process, or for each of `processes` that are still to be started."""
     host = os.cpu_count() or 1
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host
     return cores_of(os.environ, host=host, own=own, expected=processes)
 
 
 def threads(processes: int = 1) -> int:
-    """CPU threads for this process, or for each of `processes` that are still to be started."""
+    """The CPU threads for this process, or for each of `processes` that are still to be started."""
     return threads_of(os.environ, cores=cores(processes))
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state sharded over replicas: each updates the slice that it owns, and then they share the weights."""
+"""Optimizer state sharded over replicas: each updates the slice that it owns, then all share the weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 
 class Layout(Protocol):
-    """Which parameters the optimizer works on, and how their state maps to that of whole parameters."""
+    """The parameters of the optimizer, and the mapping of their state to that of whole parameters."""
 
     @property
     def trained(self) -> nn.Module: ...
 
     def slices(self, tensors: Mapping[str, Tensor]) -> list[Slice]:
-        """This process's `slot/parameter` tensors -> slices of the state of whole parameters."""
+        """Convert this process's `slot/parameter` tensors to slices of the state of whole parameters."""
 
     def scattered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """State of whole parameters -> this process's part of it."""
+        """Convert the state of whole parameters to this process's part of it."""
 
 
 class Piece(NamedTuple):
-    """What this process owns of one parameter."""
+    """The part of one parameter that this process owns."""
 
     name: str
     whole: Tensor  # the parameter
@@ -76,7 +76,7 @@ class ShardedReplicas(AveragedReplicas):
             raise ConfigError(f"the model is too small to shard its optimizer state over {world.size} replicas")
 
     def share_weights(self, *_: object) -> None:
-        """After an update: exchange the updated weights."""
+        """Exchange the updated weights; called after an update."""
         for bucket in self._owned:
             bucket.share_weights()
 
@@ -86,7 +86,7 @@ class ShardedReplicas(AveragedReplicas):
         return super().announced(micro_batches)
 
     def adapt(self, pieces: Sequence[Piece]) -> None:
-        """Sum the `norms` of these pieces' parameters, in every process at once: all must have some, or none any."""
+        """Let `norms` sum over the processes for these pieces; either every process has some or none has."""
         self._adapting = pieces
         some_lack, some_have = self._world.max(torch.tensor([not pieces, bool(pieces)]).int()).tolist()
         if some_lack and some_have:
@@ -96,7 +96,7 @@ class ShardedReplicas(AveragedReplicas):
             )
 
     def norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Norms of the whole adapting parameters, summed over their pieces; for layer-wise rules such as LARS."""
+        """The norms of whole adapting parameters, summed over their pieces, for layer-wise rules such as LARS."""
         adapting = [piece for piece in self._adapting if piece.weights.grad is not None]
         assert len(tensors) == len(adapting), "adapting weights have one dtype, so that all processes call this once"
         # In fp32, because fp16 would overflow.
@@ -105,7 +105,7 @@ class ShardedReplicas(AveragedReplicas):
         return summed[self._numbers(adapting)].sqrt()
 
     def flags(self, own: Tensor) -> Tensor:
-        """Flags of the pieces with a gradient, in order -> whether any process raised one, by trained parameter."""
+        """Whether any process raised a flag, for each trained parameter; `own`: the flags of pieces with a gradient."""
         return self._world.max(self._spread(own.float(), [p for p in self.pieces if p.weights.grad is not None])) > 0
 
     def slices(self, tensors: Mapping[str, Tensor]) -> list[Slice]:
@@ -129,7 +129,7 @@ class ShardedReplicas(AveragedReplicas):
         return Slice(label, tensor.reshape(-1), tuple(piece.whole.shape), piece.begin, order)
 
     def _spread(self, values: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """One value per piece -> one per trained parameter, 0 for those without a piece here."""
+        """Spread one value per piece to one per trained parameter, 0 for those without a piece here."""
         everyone = values.new_zeros(len(self._number))
         return everyone.index_copy_(0, self._numbers(pieces), values)
 
@@ -154,7 +154,7 @@ class OwnedBucket(Gradients):
         return [self._flat, self._own]
 
     def _pieces(self, names: Sequence[str]) -> Iterator[Piece]:
-        """This process's slice of the bucket, by parameter; weights keep two dimensions, by which decay knows them."""
+        """This process's slice of the bucket by parameter; weights keep two dimensions, for which decay tests."""
         first, last = self._world.rank * self._share, (self._world.rank + 1) * self._share
         for name, tensor, offset in zip(names, self._tensors, self._begins, strict=False):
             begin, end = max(first - offset, 0), min(last - offset, tensor.numel())
@@ -172,7 +172,7 @@ class OwnedBucket(Gradients):
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Add this process's slice of the gradient to what the update rule keeps there."""
+        """Add this process's slice of the gradient to what the update rule keeps in `grad`."""
         for part, piece in self._parts():
             if piece.whole.grad is None:  # no part in the loss on any replica, so no update
                 continue

@@ -1,4 +1,4 @@
-"""What a model answered for the validation images: accuracy by class, confusions, calibration, examples."""
+"""A model's answers for the validation images: accuracy by class, confusions, calibration, examples."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ class Picture(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A validation image, and what the model took it for."""
+    """A validation image and the model's answer."""
 
     path: str
     label: str
@@ -52,7 +52,7 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What a model answered for the validation images."""
+    """A model's answers for the validation images."""
 
     checkpoint: str = ""
     epoch: str = ""
@@ -66,12 +66,12 @@ class Answers:
     hits: Sequence[Example] = ()  # the least confident first
 
     def confusions(self) -> list[tuple[int, int, int]]:
-        """The wrong cells, the largest first."""
+        """The cells of wrong answers, largest first."""
         return sorted((cell for cell in self.cells if cell[0] != cell[1]), key=lambda cell: (-cell[2], cell))
 
 
 def best_validated(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The best model that `falconet validate` measured."""
+    """The best model of those that `falconet validate` measured."""
     models = list(objects(content.get("models"), 1000))
     return max(models, key=lambda each: number(each.get("accuracy", each.get("mAP"))) or 0.0, default={})
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: lines, progress bars, and numbers with their nouns."""
+"""The terminal output of a run: lines, progress bars, and numbers with their nouns."""
 
 import contextlib
 import errno
@@ -42,7 +42,7 @@ def are(number: int, word: str) -> str:
 
 
 class Notice:
-    """One line on a terminal until the first other one; a counter replaces it for a while. There is none in a pipe."""
+    """One line on a terminal, shown until anything else is printed; a counter may replace it. A pipe gets none."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -56,7 +56,7 @@ class Notice:
 
     def show(self) -> None:
         """Show it again, unless it has ended."""
-        self._write(f"{self._text}\r")  # what a library prints meanwhile replaces it too
+        self._write(f"{self._text}\r")  # lines of a library overwrite it, too
 
     def erase(self) -> None:
         self._write("\x1b[K")
@@ -76,7 +76,7 @@ NOTICE = Notice()  # there is one terminal
 
 
 class Noticed:
-    """Shows the notice if a module is imported within, from before that import on."""
+    """Shows the notice just before a module is imported within this context."""
 
     def __init__(self, module: str, text: str) -> None:
         self._module, self._text = module, text
@@ -88,7 +88,7 @@ class Noticed:
         sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002
-        """What Python asks before it imports a module for the first time; others find it."""
+        """Show the notice; Python calls this before the first import of a module, which other finders then load."""
         if name == self._module:
             NOTICE.begin(self._text)
 
@@ -99,11 +99,11 @@ class Lines(Console):
     is_closed = False
 
     def print(self, *objects: Any, **named: Any) -> None:
-        """Print; the lines of a text, which may hold names of any file, act on no terminal."""
+        """Print text; names of files in it cannot control the terminal."""
         super().print(*(_inert(each) if isinstance(each, str) else each for each in objects), **named)
 
     def __exit__(self, kind: Any, error: Any, at: Any) -> None:
-        """Catch the error of a closed terminal here, where all output is written, also that of the bar's thread."""
+        """Catch the error of a closed terminal here, where all output is written, including the bar thread's."""
         try:
             super().__exit__(kind, error, at)
         except OSError as lost:
@@ -124,7 +124,7 @@ class Bar(Progress):
 
 
 class Narrower:
-    """What is not drawn in the last columns of the terminal."""
+    """A renderable that leaves the last columns of the terminal free."""
 
     def __init__(self, drawn: RenderableType) -> None:
         self._drawn = drawn
@@ -151,7 +151,7 @@ class Screen:
         clock: Callable[[], float] = time.monotonic,
         words: Callable[[str], str] = str,
     ) -> None:
-        """`words`: what becomes of each line, whose options may have other names in the program that was started."""
+        """`words`: rewrites each line for the program that was started, whose options may have other names."""
         self.console = console or Lines(highlight=False, soft_wrap=True, force_jupyter=False)
         self._clock, self._words = clock, words
         self._aside: Lines | None = None
@@ -185,7 +185,7 @@ class Screen:
 
     @property
     def is_drawable(self) -> bool:
-        """Whether a drawing of characters is seen: on a wide terminal that has them; a log keeps numbers only."""
+        """Whether plots of characters are shown: only on a wide terminal that has the characters, never in a log."""
         is_live = self.console.is_terminal and not self.console.is_dumb_terminal and PSEUDO not in os.environ
         return is_live and self.console.encoding == "utf-8" and self.console.width >= epochs.NARROW
 
@@ -203,7 +203,7 @@ class Screen:
         self._bar.start()
 
     def counts(self, updates: Iterable[T], *, epoch: str, total: int, done: int) -> Iterator[T]:
-        """Pass the updates of an epoch through, `done` of its `total` being made; each counts when it is done."""
+        """Pass the updates of an epoch through and count each when it is done; `done` of `total` were made before."""
         assert self._pace is not None
         pace, self._epoch = self._pace, epoch
         pace.begin_epoch(total=total, done=done)
@@ -214,12 +214,12 @@ class Screen:
             self.glance(last=pace.epoch_done == total)
 
     def show(self, loss: float) -> None:
-        """The loss of an update; what is shown moves with it."""
+        """Take the loss of an update into the smoothed loss that is shown."""
         if self._pace:
             self._pace.show(loss)
 
     def glance(self, doing: str = "", *, last: bool = False) -> None:
-        """Show the present state, or what is done after the last update of an epoch, unless that was just shown."""
+        """Show the current state, or what happens after the last update of an epoch, unless it was just shown."""
         now = self._clock()
         if self._pace is None or (now - self._glanced < GLANCE and not last):
             return
@@ -251,7 +251,7 @@ class Screen:
 
 
 def _in_words(pace: Pace) -> str:
-    """`loss 0.2153  2,786 images/s  eta 12.0s, run 4m10s`, as far as it is known."""
+    """`loss 0.2153  2,786 images/s  eta 12.0s, run 4m10s`, without parts that are not known yet."""
     words = [] if pace.loss is None else [f"loss {epochs.loss(pace.loss)}"]
     if pace.images_per_second is not None:
         words.append(f"{epochs.rate(pace.images_per_second)} images/s")
@@ -261,7 +261,7 @@ def _in_words(pace: Pace) -> str:
 
 
 def is_notebook(file: object) -> bool:
-    """Whether what is written there appears in the cell of a notebook."""
+    """Whether output to this file appears in the cell of a notebook."""
     return type(file).__module__.startswith("ipykernel")
 
 
@@ -291,7 +291,7 @@ class Counting:
     def __init__(
         self, what: str, *, total: int | None = None, quiet: bool = False, console: Console | None = None
     ) -> None:
-        """`console`: that of lines which are printed meanwhile, above the counter."""
+        """`console`: prints lines above the counter meanwhile."""
         self._console = console or Lines(stderr=True, highlight=False, soft_wrap=True, force_jupyter=False)
         self._quiet = quiet
         self._bar = Bar(
@@ -332,7 +332,7 @@ class Counting:
 
 
 def screen_of(world: "World", *, words: Callable[[str], str] = str) -> Screen:
-    """A screen that only the first process prints to, or the first of each host."""
+    """A screen on which only the first process prints, or the first of each host."""
     is_heard = world.is_first or environment.prints(os.environ)
     return Screen(words=words) if is_heard else Screen(Console(quiet=True))
 

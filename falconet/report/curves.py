@@ -1,4 +1,4 @@
-"""The curves of runs: which metrics belong into one chart, thinned out, and in a sentence."""
+"""The curves of runs: which metrics share a chart, the points to draw, and a summary in a sentence."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class Chart:
     title: str
     unit: str
     curves: Sequence[Curve]
-    summary: str  # in a sentence, for those who cannot see it
+    summary: str  # in a sentence, for readers who cannot see it
     right_unit: str = ""
     can_be_log: bool = False
     is_share: bool = False  # the scale on the right is a percentage
@@ -199,7 +199,7 @@ def short(value: float) -> str:
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most so many points: the first and last, and of each stretch between the lowest and the highest."""
+    """At most `most` points: the first, the last, and the lowest and highest of each stretch between."""
     if len(points) <= most:
         return points
     stretches = (most - 2) // 2
@@ -263,12 +263,12 @@ def _joined(metric: str, values: Sequence[float]) -> float:
 
 
 def columns_in(rows: Sequence[Row]) -> list[str]:
-    """The columns that any row has."""
+    """The columns that at least one row has."""
     return ["epoch", "update", *(column for column in COLUMNS.values() if any(column in row for row in rows))]
 
 
 def csv_lines(*runs: RunFiles) -> Iterator[str]:
-    """A header, and a row per epoch; an empty cell was not measured. Of several runs, each row names its own."""
+    """A header and a row per epoch, which names its run if there are several; empty cells were not measured."""
     rows = [(run, row) for run in runs for row in epoch_rows(run)]
     columns = columns_in([row for _, row in rows])
     yield ",".join([*(["run"] if len(runs) > 1 else []), *columns])

@@ -1,4 +1,4 @@
-"""Runs on a terminal, as they are now: one with its curves and epochs, or a table of several."""
+"""The current state of runs on a terminal: one run with its curves and epochs, or a table of several."""
 
 import textwrap
 import time
@@ -37,7 +37,7 @@ ASCII = str.maketrans({"·": "-", "…": "~"})
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What can be drawn on."""
+    """The terminal: its size, and the characters that it can show."""
 
     width: int
     height: int
@@ -60,7 +60,7 @@ class Column:
 
 
 def run_lines(run: RunFiles, place: Place, *, where: Path, gauges: Sequence[Gauge] = ()) -> list[Text]:
-    """One run, in as many lines as there is room for."""
+    """A view of one run in as many lines as there is room for."""
     words, tone = state_in_words(run)
     progress = progress_of(run, clock=place.clock)
     named, state = Text(printable(str(where)), style="bold"), Text(printable(words), style=STYLES[tone])
@@ -81,7 +81,7 @@ def run_lines(run: RunFiles, place: Place, *, where: Path, gauges: Sequence[Gaug
 
 
 def _between(left: Text, right: Text, width: int) -> Text:
-    """One on the left and one on the right of a line."""
+    """A line with one text on the left and one on the right."""
     space = max(2, width - left.cell_len - right.cell_len)
     return Text.assemble(left, " " * space, right)
 
@@ -104,7 +104,7 @@ def _bar(progress: Progress, place: Place) -> Text:
 
 
 def _facts(run: RunFiles, place: Place) -> list[str]:
-    """What is known at the last log point, and the best so far."""
+    """The numbers of the last log point, and the best so far."""
     found, best = list[str]() if run.moments else ["no log points yet"], best_of(run)
     if best:
         name = "accuracy" if run.metric == "accuracy" else run.metric
@@ -130,7 +130,7 @@ def _facts(run: RunFiles, place: Place) -> list[str]:
 
 
 def _gauge_lines(run: RunFiles, gauges: Sequence[Gauge]) -> list[str]:
-    """The GPUs of this machine that are of the run's kind; it may run on another machine, so they are called so."""
+    """Lines about this machine's GPUs of the run's kind, labelled as such because the run may be on another machine."""
     if run.state != "going":
         return []
     device = run.environment.get("device", "")
@@ -143,7 +143,7 @@ def _gauge_lines(run: RunFiles, gauges: Sequence[Gauge]) -> list[str]:
 
 
 def _wrapped(parts: Sequence[str], width: int) -> list[str]:
-    """Parts joined by dots, without breaking one that fits into a line."""
+    """The parts joined by dots and wrapped between parts where possible."""
     lines = [""]
     for part in parts:
         joined = f"{lines[-1]} · {part}" if lines[-1] else part
@@ -155,7 +155,7 @@ def _wrapped(parts: Sequence[str], width: int) -> list[str]:
 
 
 def _plots(run: RunFiles, place: Place, room: int) -> list[Text]:
-    """Loss and accuracy side by side, or below each other; nothing where they do not fit."""
+    """Plots of loss and accuracy, side by side or stacked; empty if they do not fit."""
     if not place.has_unicode or place.width < 24:
         return []
     is_narrow = place.width < NARROW
@@ -209,7 +209,7 @@ def _percent(value: float) -> str:
 
 
 def table_lines(columns: Sequence[Column], width: int) -> list[Text]:
-    """A head and rows, with as many of the columns as fit, at least the first two."""
+    """A table's head and rows, with as many columns as fit, at least the first two."""
     shown = list(columns)
     while len(shown) > 2 and sum(each.width + len(GAP) for each in shown) - len(GAP) > width:
         shown.pop()
@@ -252,7 +252,7 @@ def runs_lines(runs: Mapping[str, RunFiles], place: Place, *, where: Path, left_
 
 
 def short_state(run: RunFiles) -> str:
-    """The state in a word or two."""
+    """The run's state in a word or two."""
     return state_in_words(run)[0].partition(":")[0].partition(",")[0]
 
 
@@ -271,7 +271,7 @@ def _row(run: RunFiles, place: Place) -> dict[str, str]:
 
 
 def _fitted(text: str, width: int) -> str:
-    """A text whose middle is left out where it is too long: both ends of a run's name tell it from others."""
+    """The text, shortened in the middle if it is too long: both ends distinguish a run's name from others."""
     if cell_len(text) <= width:
         return text
     half = max(1, (width - 1) // 2)
@@ -279,7 +279,7 @@ def _fitted(text: str, width: int) -> str:
 
 
 def _finished(lines: Sequence[Text], place: Place) -> list[Text]:
-    """Lines that are no wider than the place, in characters that it has."""
+    """The lines cut to the width of the terminal, in characters that it can show."""
     if not place.has_unicode:
         lines = [Text.assemble(*((each.plain.translate(ASCII), each.style),)) for each in lines]
     for line in lines:

@@ -1,4 +1,4 @@
-"""The page of `falconet data check`: one file of HTML without scripts, whose small pictures are within it."""
+"""The page of `falconet data check`: one HTML file without scripts, with its small pictures inside."""
 
 import base64
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from falconet.report.page_document import asset
 from falconet.report.page_parts import inert
 
 TEMPLATE = Path(__file__).with_name("data_page.html")
-FIRST_CLASSES = 40  # shown at once; the others when asked for
+FIRST_CLASSES = 40  # shown at once; the others on request
 MOST_CLASSES = 2000
 NARROW = 3  # pictures of a finding that fits into half of the page
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A photo: its path, its part (train or val), its class, what is said of it, and its small pictures as JPEGs."""
+    """A photo: its path, its part (train or val), its class, the finding, and its small pictures as JPEGs."""
 
     path: str
     side: str
@@ -141,7 +141,7 @@ def _figure(picture: Picture) -> str:
 
 
 def _path(path: str) -> str:
-    """A path that is broken after its slashes rather than within names."""
+    """HTML of a path that may be broken after slashes rather than within names."""
     return inert(path).replace("/", "/<wbr>")
 
 

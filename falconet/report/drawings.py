@@ -14,7 +14,7 @@ Pixels = npt.NDArray[np.uint8]  # H x W x 3
 ACROSS, SIDE, GAP = 8, 112, 6  # pictures in a row; pixels
 LETTERS, LINE = 11, 14  # pixels of a caption's letters, and of its line
 LARGEST = 1000  # pixels of a matrix's side without its names; classes beyond are drawn together
-NAMED, COUNTED = 12, 24  # pixels of a cell from which on there is room for names beside it, and for a number in it
+NAMED, COUNTED = 12, 24  # smallest cells, in pixels, with room for names beside them, and for numbers in them
 WIDEST = 130  # pixels of a name
 TITLE = "rows: labels, columns: predictions"
 PAPER, INK, DEEP = (255, 255, 255), (30, 30, 30), (8, 48, 107)
@@ -38,7 +38,7 @@ def sheet(pictures: Sequence[Picture]) -> Pixels:
 
 
 def _lines(caption: str, pen: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> list[str]:
-    """At most two, broken at a space; what is too long ends with dots."""
+    """The caption in at most two lines, broken at a space and ending with dots if it is too long."""
     lines = [""]
     for word in caption.split():
         longer = f"{lines[-1]} {word}".strip()
@@ -64,7 +64,7 @@ def _shortened(
 def matrix(confusion: Confusion) -> Pixels:
     """Rows are labels, columns predictions; the darker a cell, the larger its share of the label's images.
 
-    Shares are drawn by their square root, so that a hundredth is visible. Of more classes than pixels, neighbours share
+    Shares are drawn by their square root, so that a hundredth is visible. With more classes than pixels, several share
     a cell.
     """
     classes = len(confusion.class_names)
@@ -81,7 +81,7 @@ def matrix(confusion: Confusion) -> Pixels:
 
 
 def _labelled(drawn: Pixels, names: Sequence[str], counts: npt.NDArray[np.int64], side: int) -> Pixels:
-    """With the classes beside the rows and above the columns, and counts in cells that have room."""
+    """The matrix with class names beside rows and above columns, and counts in cells that have room."""
     font, ruler = ImageFont.load_default(LETTERS), ImageDraw.Draw(Image.new("RGB", (1, 1)))
     shown = [_shortened(name, WIDEST, ruler, font) for name in names]
     left, extent = 8 + round(max(ruler.textlength(name, font) for name in shown)), len(drawn)

@@ -1,4 +1,4 @@
-"""Runs in a pipe or a file: a line for each epoch as it comes, and one for the end."""
+"""Lines about runs for a pipe or a file: one for each epoch as it comes, and one for the end."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,7 +27,7 @@ SPOKEN: Mapping[str, Callable[[float], str]] = {
 
 
 class Told:
-    """What has been told of some runs, so that nothing is told twice."""
+    """The epochs of runs that have been reported, so that none is reported twice."""
 
     def __init__(self, *, where: Path) -> None:
         self._where = where
@@ -35,7 +35,7 @@ class Told:
         self._states = dict[str, str]()
 
     def lines(self, runs: Mapping[str, RunFiles]) -> Iterator[str]:
-        """What is new of every run; those of a folder start with their names, and what they did before is left out."""
+        """New lines of every run; in a folder they start with the run's name and leave out earlier epochs."""
         for name in [name for name in self._states if name not in runs]:
             del self._states[name]
             yield f"{printable(name)}: the run folder is gone"

@@ -1,4 +1,4 @@
-"""The table of a run: a header, and one row per epoch that fits into 80 columns of plain ASCII."""
+"""The table of a run: a header and one row per epoch, in 80 columns of plain ASCII."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ NARROW = 80  # columns, the width of many terminals
 
 @dataclass(frozen=True)
 class Metric:
-    """What a validation measures, higher being better; in percent."""
+    """A percentage that a validation measures; higher is better."""
 
     name: str
     short: str  # in the heads of columns
@@ -19,7 +19,7 @@ class Metric:
 
     @property
     def training(self) -> str:
-        """What is counted in training."""
+        """The name of the percentage that training counts."""
         return self.of_training or self.name
 
     @property
@@ -28,12 +28,12 @@ class Metric:
 
     @property
     def key(self) -> str:
-        """Its name among the metrics of a run."""
+        """The name among the metrics of a run."""
         return f"validation/{self.name}"
 
     @property
     def average_key(self) -> str:
-        """The same for the moving average."""
+        """The name of the moving average's value among the metrics of a run."""
         return f"validation_ema/{self.name}"
 
 
@@ -67,7 +67,7 @@ def loss(value: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is known after an epoch, or at a log point within one; None: not measured."""
+    """The numbers of an epoch, or of a log point within one; None: not measured."""
 
     epoch: float
     is_within: bool = False  # a log point within an epoch

@@ -1,4 +1,4 @@
-"""Where a new run folder goes, and what it is called."""
+"""The place and the name of a new run folder."""
 
 import os
 import re
@@ -11,7 +11,7 @@ RUNS = "FALCONET_RUNS"  # the variable that names where new run folders go; `fal
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """What the name of a run is made of."""
+    """The facts that the name of a run is made of."""
 
     model: str
     data: str
@@ -30,17 +30,17 @@ class RunShape:
 
 
 def fresh(shape: RunShape) -> Path:
-    """`runs/<model>_<data>_<time>`, which does not exist yet."""
+    """A new path `runs/<model>_<data>_<time>`."""
     return numbered(home(shape.parent or "runs"), f"{plain(shape.model)}_{shape.data}_{now()}{suffix(shape)}")
 
 
 def home(default: str | Path) -> Path:
-    """The folder of all run folders."""
+    """The folder that holds all run folders."""
     return Path(os.environ.get(RUNS) or default)
 
 
 def numbered(folder: Path, name: str) -> Path:
-    """The first of name, name-2, name-3 ... that does not exist yet."""
+    """The first of the paths name, name-2, name-3 ... that does not exist yet."""
     candidates = [folder / name, *(folder / f"{name}-{number}" for number in range(2, 1000))]
     return next(path for path in candidates if not path.exists())
 
@@ -50,7 +50,7 @@ def now() -> str:
 
 
 def plain(model: str) -> str:
-    """A model's name without characters that a folder's name should not have."""
+    """A model's name without characters that are unsuitable for a folder."""
     return re.sub(r"[^A-Za-z0-9.-]", "-", model)
 
 

@@ -1,4 +1,4 @@
-"""Runs that are looked at again and again, in this process or another's: of their files only what is new is read."""
+"""Runs that are followed while they train, perhaps in another process: each look reads only what is new."""
 
 import contextlib
 import difflib
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from falconet.config.fields import PHOTO_SUFFIXES
 from falconet.errors import NEAR, DataError
 from falconet.report import folders
 from falconet.report.foreign_folder import ForeignFolder, Known, Mark
@@ -37,12 +38,11 @@ FOLLOWED = (
 )
 MOST_RUNS = 500  # of a folder, the newest
 RUNS = "runs"  # where new run folders go by default
-PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 MOST_SEEN, DEEPEST = 2000, 2  # names that are looked at for photos, and folders below the one given
 
 
 class FollowedRun:
-    """One run; `run`: what was last read of it."""
+    """One run; `run` is its state at the last look."""
 
     def __init__(self, folder: Path, read: Callable[[ForeignFolder], RunFiles] = read_progress) -> None:
         self.folder = folder
@@ -51,17 +51,17 @@ class FollowedRun:
         self._marks: tuple[Mark | bool | None, ...] = ()
 
     def look(self) -> RunFiles:
-        """The run as it is now; the same object if nothing has changed. DataError if it is gone."""
+        """Read the current state; the same object if nothing has changed. DataError if the run is gone."""
         with opened(self.folder, self._known) as files:
             locked = files.is_locked()
             marks = (*map(files.mark, FOLLOWED), locked)
-            if self.run is None or marks != self._marks or locked is None:  # without locks, time tells if it goes
+            if self.run is None or marks != self._marks or locked is None:  # then the time decides whether it runs
                 self.run, self._marks = self._read(files), marks
             return self.run
 
 
 class FollowedFolder:
-    """The runs in a folder, by name; new ones appear, and those that are removed go."""
+    """The runs in a folder, by name; new ones appear, removed ones disappear."""
 
     def __init__(self, folder: Path, read: Callable[[ForeignFolder], RunFiles] = read_progress) -> None:
         self.folder, self.runs = folder, dict[str, FollowedRun]()
@@ -69,7 +69,7 @@ class FollowedFolder:
         self._read = read
 
     def look(self) -> dict[str, RunFiles]:
-        """The runs, the newest first. DataError if the folder is gone."""
+        """Read the runs, newest first. DataError if the folder is gone."""
         try:
             with os.scandir(self.folder) as found:
                 names = [each.name for each in found if each.is_dir(follow_symlinks=False)]
@@ -88,7 +88,7 @@ class FollowedFolder:
 
 
 def what_is_there(folder: Path) -> FollowedRun | FollowedFolder | str:
-    """A run, a folder of runs, or the words for what is waited for; DataError if nothing can come of it."""
+    """A run, a folder of runs, or a line that says what is awaited; DataError if no run can appear there."""
     try:
         if not folder.exists():
             if folder == folders.home(RUNS):  # the first run makes it
@@ -126,16 +126,16 @@ def _near(folder: Path) -> str:
 
 
 def _photo_in(folder: Path) -> str | None:
-    """A photo in a folder, its subfolders or theirs; a run that is just begun has none."""
+    """A photo in a folder or up to two levels below it, which shows that it is no folder of runs."""
     waiting, seen = [(str(folder), 0)], 0
     while waiting and seen < MOST_SEEN:
         place, depth = waiting.pop(0)
-        # One that cannot be read, or that is removed meanwhile, says nothing about the others.
+        # If one cannot be read, or is removed meanwhile, the others still count.
         with contextlib.suppress(OSError), os.scandir(place) as found:
             for each in itertools.islice(found, MOST_SEEN):
                 seen += 1
                 if each.is_dir(follow_symlinks=False) and depth < DEEPEST and not each.name.startswith("."):
                     waiting.append((each.path, depth + 1))
-                elif each.name.lower().endswith(PHOTOS):
+                elif each.name.lower().endswith(PHOTO_SUFFIXES):
                     return os.path.relpath(each.path, folder)
     return None

@@ -16,7 +16,7 @@ from falconet.errors import printable
 
 MOST_BYTES = 64 << 20  # read of one file
 LARGEST = 1e100  # numbers beyond it overflow where they are drawn
-TAIL = 64  # bytes of a file that are compared before the rest is taken as known
+TAIL = 64  # bytes of a file that are compared before the rest is assumed to be unchanged
 T = TypeVar("T")
 _OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -26,23 +26,23 @@ Mark = tuple[int, int, int]  # of a file's content: inode, bytes, time of the la
 
 @dataclass(kw_only=True)
 class Known:
-    """What was read of a file, and how it looked then."""
+    """The content read from a file, and the file's mark at that time."""
 
     mark: Mark
     content: Any
     problems: Sequence[str] = ()
     until: int = 0  # bytes of whole lines
-    tail: bytes = b""  # the last of them: a file that was written anew may have the old one's inode
+    tail: bytes = b""  # the last of them: a rewritten file may have the old one's inode
 
 
 class ForeignFolder:
     """Opens files below a folder without following links, and collects what cannot be read.
 
-    Of a file that is known and has not changed since, nothing is read; of one that grows by lines, only what is new.
+    A known file is not read again unless it has changed; if it grew by lines, only the new ones are read.
     """
 
     def __init__(self, folder: Path, known: dict[str, Known] | None = None) -> None:
-        """`known`: what was read before, which is added to here."""
+        """`known`: results of earlier reads, extended here."""
         self.folder, self.problems = folder, list[str]()
         self._known = {} if known is None else known
         self.root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -59,7 +59,7 @@ class ForeignFolder:
         return False
 
     def mark(self, name: str) -> Mark | None:
-        """What changes with a file, or with the names in a folder; None: there is none."""
+        """A value that changes with a file, or with the names in a folder; None: it does not exist."""
         try:
             with self._opened(name) as handle:
                 return _mark(os.fstat(handle))
@@ -79,22 +79,20 @@ class ForeignFolder:
         return self._read(name, lambda found: found.decode(errors="replace"), needed=needed) or ""
 
     def json(self, name: str) -> dict[str, Any]:
-        """An object; empty if there is none."""
+        """The JSON object in a file; empty if there is none."""
 
         def parsed(data: bytes) -> dict[str, Any]:
             content = _loaded(data.decode(errors="replace"))
             if isinstance(content, dict):
                 return content
             is_json = content is not None or data.strip() == b"null"
-            self.note(
-                f"{name}: {'empty' if not data else 'not a JSON object' if is_json else 'not JSON'}, and left out"
-            )
+            self.note(f"{name}: {'empty' if not data else 'not a JSON object' if is_json else 'not JSON'}; left out")
             return {}
 
         return self._read(name, parsed) or {}
 
     def _read(self, name: str, parse: Callable[[bytes], T], *, needed: bool = False) -> T | None:
-        """What `parse` makes of the beginning of a file; None: it cannot be read, or there is none."""
+        """The beginning of a file, parsed; None: it cannot be read, or does not exist."""
         try:
             with self._opened(name) as handle:
                 mark, known = _mark(_regular(handle, name)), self._known.get(name)
@@ -116,7 +114,7 @@ class ForeignFolder:
         return None
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """The objects of a file of JSON lines, the last of which is left out while it is being written."""
+        """The objects of a file of JSON lines, without an unfinished last line."""
         try:
             with self._opened(name) as handle:
                 mark, known = _mark(_regular(handle, name)), self._known.get(name)
@@ -139,16 +137,16 @@ class ForeignFolder:
         until, tail = known.until + len(whole) + len(end), (known.tail + whole + end)[-TAIL:]
         self._known[name] = Known(mark=mark, content=known.content, until=until, tail=tail)
         if bad[0]:
-            self.note(f"{name}: {bad[0]:,} {'line is' if bad[0] == 1 else 'lines are'} not JSON, and left out")
+            self.note(f"{name}: {bad[0]:,} {'line is' if bad[0] == 1 else 'lines are'} not JSON; left out")
         last = _loaded(rest.decode(errors="replace")) if rest else None
         if isinstance(last, dict):
             return [*lines, last]
         if rest and not self.is_locked():
-            self.note(f"{name}: the last line is torn, and left out")
+            self.note(f"{name}: the last line is incomplete; left out")
         return list(lines)
 
     def _has_grown(self, handle: int, mark: Mark, known: Known) -> bool:
-        """Whether a file of lines still starts with what is known of it."""
+        """Whether a file of lines still starts with the known lines."""
         is_same = known.mark[0] == mark[0] and known.until <= mark[1]
         return is_same and os.pread(handle, len(known.tail), known.until - len(known.tail)) == known.tail
 
@@ -172,7 +170,7 @@ class ForeignFolder:
 
     @contextlib.contextmanager
     def _opened(self, name: str, flags: int = 0) -> Iterator[int]:
-        """The descriptor of `name`, which may be in a subfolder; ELOOP if any part of it is a link."""
+        """Open `name`, which may be in a subfolder, as a descriptor; ELOOP if any part of the path is a link."""
         *parents, last = name.split("/")
         handle, above = os.dup(self.root), -1
         try:
@@ -186,7 +184,7 @@ class ForeignFolder:
             os.close(handle)
 
     def note(self, problem: str) -> None:
-        """Keep what cannot be read of a file, after its name."""
+        """Note that a part of a file cannot be read."""
         self.problems.append(printable(f"{self.folder.name}/{problem}"))
 
 
@@ -202,7 +200,7 @@ def _regular(handle: int, name: str) -> os.stat_result:
 
 
 def _loaded(text: str) -> object:
-    """A value of JSON; None if it is none."""
+    """The value of a JSON text; None if it is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -213,7 +211,7 @@ def _loaded(text: str) -> object:
 
 
 def number(value: object) -> float | None:
-    """A number that can be drawn; None for anything else."""
+    """The value if it is a number that can be drawn, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -229,7 +227,7 @@ def numbers(values: object) -> list[float]:
 
 
 def count(value: object) -> int:
-    """A whole number from 0 on; 0 for anything else."""
+    """The value if it is a whole number from 0 on, otherwise 0."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else 0
 
 

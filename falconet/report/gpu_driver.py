@@ -1,4 +1,4 @@
-"""What NVIDIA's driver tells about the GPUs of this machine, if the extra `nvml` is installed."""
+"""Load, memory and energy of this machine's GPUs from NVIDIA's driver, if the extra `nvml` is installed."""
 
 import importlib
 from collections.abc import Callable
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Gauge:
-    """A GPU, used by any process."""
+    """The use of a GPU by all processes."""
 
     number: int
     name: str
@@ -20,7 +20,7 @@ class Gauge:
 
 
 def joules(uuid: str) -> float | None:
-    """What a GPU has used since the driver was loaded; None: it does not tell."""
+    """The energy that a GPU has used since the driver was loaded; None: not available."""
 
     def read(nvml: Any) -> float:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
@@ -35,7 +35,7 @@ def joules_in_words(amount: float) -> str:
 
 
 def gauges() -> list[Gauge]:
-    """Every GPU; none if the driver does not tell."""
+    """A gauge for every GPU; none if the driver cannot be asked."""
     return _told(lambda nvml: [_gauge(nvml, number) for number in range(nvml.nvmlDeviceGetCount())]) or []
 
 
@@ -52,7 +52,7 @@ def _gauge(nvml: Any, number: int) -> Gauge:
 
 
 def _told(read: Callable[[Any], T]) -> T | None:
-    """What the driver answers; None: there is no package to ask with, or the device does not tell."""
+    """The driver's answer; None: the package is missing, or the device has no answer."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:

@@ -32,7 +32,7 @@ class Histogram:
 def count_histograms(values: Tensor) -> Tensor:  # any shape -> BINS + 5, float64, on the device
     """Compute the numbers of a histogram without synchronising with the device.
 
-    Not torch.histc, which synchronises to learn the range, and is not deterministic on CUDA.
+    torch.histc is not used: it synchronises to learn the range, and is not deterministic on CUDA.
     """
     flat = values.detach().reshape(-1).float()
     finite = flat.isfinite()
@@ -67,7 +67,7 @@ def read_histograms(rows: Tensor) -> list[Histogram]:  # N x (BINS + 5)
 
 
 def no_histograms(device: torch.device) -> Tensor:  # BINS + 5
-    """A row of zeros, to which another process adds its own."""
+    """A row of zeros, to which another process adds its counts."""
     return torch.zeros(BINS + _FACTS, dtype=torch.float64, device=device)
 
 

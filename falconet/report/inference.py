@@ -1,4 +1,4 @@
-"""Figures of predictions in words."""
+"""The speed of predictions in words."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """What was measured, over the batches after the warm-up."""
+    """The measurements over all batches after the warm-up."""
 
     model: str
     micro_batch: int
@@ -21,7 +21,7 @@ class Predictions:
 
 
 class TimedBatch(NamedTuple):
-    """One batch of one process."""
+    """The time of one batch in one process."""
 
     images_per_second: float
     milliseconds: float
@@ -47,13 +47,13 @@ class Repetition:
 
 
 def repetition(found: Repetition) -> list[str]:
-    """A line for each of several."""
+    """A line about one of several repetitions."""
     text = f"repetition {found.number} of {found.of}: {found.images_per_second:,.1f} images/s"
     return [f"{text}, latency of a batch {fmean(found.latencies):.3f} ms"] if found.of > 1 else []
 
 
 def heading(found: Predictions) -> list[str]:
-    """What the figures below it are of."""
+    """Lines above the figures that say what was measured."""
     processes = f" in each of {found.devices} processes" if found.devices > 1 else ""
     return [f"{found.model}, batches of {found.micro_batch}{processes}, data {found.data}, {found.dtype}"]
 
@@ -65,5 +65,5 @@ def rate(mean: float, *, low: float, high: float) -> str:
 
 
 def percentiles(latency: Mapping[str, float]) -> str:
-    """Milliseconds by name."""
+    """Latencies in milliseconds, each with the name of its percentile."""
     return "  ".join(f"{name} {value:.3f}" for name, value in latency.items())

@@ -1,6 +1,6 @@
-"""What kernels and operators do, told by their names: convolution, norm, copy and so on.
+"""The kinds of kernels and operators, derived from their names: convolution, norm, copy and so on.
 
-A captured update has nothing else: which operator launched a kernel is known only while it is captured.
+Nothing else is known in a captured update: the operator that launches a kernel is known only during the capture.
 """
 
 import re
@@ -77,5 +77,5 @@ _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern i
 
 @cache
 def kind_of(name: str) -> Kind:
-    """The kind of a kernel of a GPU, or of an operator of torch."""
+    """The kind of a GPU kernel, or of a torch operator."""
     return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), "other")

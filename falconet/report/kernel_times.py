@@ -1,4 +1,4 @@
-"""Where the time of traced updates goes: by kind of work, by kernel or operator, and idle."""
+"""The time of traced updates by kind of work, by kernel or operator, and idle."""
 
 import re
 from collections import defaultdict
@@ -30,7 +30,7 @@ class _Total:
 
 @dataclass(frozen=True)
 class Work:
-    """A kernel on the device; or, without a GPU, an operator on the host with its own time."""
+    """A kernel on the device or, without a GPU, an operator on the host with its own time."""
 
     name: str
     kind: Kind
@@ -40,7 +40,7 @@ class Work:
 
 
 def kernel_times(traced: Traced, *, calls: int) -> Row:
-    """Milliseconds per call, of which `calls` were traced."""
+    """A summary of traced calls, in milliseconds per call."""
     works = works_of(traced)
     by_kind: dict[str, _Total] = defaultdict(_Total)
     by_name: dict[tuple[str, str], _Total] = defaultdict(_Total)
@@ -63,7 +63,7 @@ def kernel_times(traced: Traced, *, calls: int) -> Row:
 
 
 def shares(times: Row) -> dict[str, float]:
-    """Of each kind of work and of idle, in percent; what runs at the same time on a device counts for each."""
+    """The percentage of each kind of work and of idle time; work that overlaps on a device counts for each kind."""
     kinds: Any = times["kinds"]
     found = {str(each["kind"]): float(each["milliseconds"]) for each in kinds}
     found["idle"] = float(times["idle"])  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def shares(times: Row) -> dict[str, float]:
 
 
 def brief(times: Row, *, most: int = 4) -> str:
-    """In a line: `48.2 ms: convolution 61 %, norm 21 %, idle 4 %`; all kinds of convolution are one."""
+    """One line: `48.2 ms: convolution 61 %, norm 21 %, idle 4 %`; all kinds of convolution count as one."""
     joined: dict[str, float] = defaultdict(float)
     for kind, share in shares(times).items():
         joined[kind.partition(",")[0]] += share
@@ -88,19 +88,19 @@ def works_of(traced: Traced) -> list[Work]:
 
 
 def is_on_device(event: Any) -> bool:
-    """Whether a record is of work on a GPU, not of a range that a program has marked, nor of memory."""
+    """Whether a record is of work on a GPU, rather than of a marked range or of memory."""
     is_work = event.device_type() != DeviceType.CPU and not event.is_user_annotation()
     return bool(is_work and event.name() != "[memory]")
 
 
 def is_on_host(event: Any) -> bool:
-    """Whether a record is of an operator, not of a call of the GPU's driver, nor of memory."""
+    """Whether a record is of an operator, rather than of a call to the GPU's driver or of memory."""
     is_here = event.device_type() == DeviceType.CPU and event.name() != "[memory]"
     return bool(is_here and not is_launch(event))
 
 
 def is_launch(event: Any) -> bool:
-    """Whether a record is of a call of the GPU's driver: cudaLaunchKernel, cuLaunchKernelEx."""
+    """Whether a record is of a launch through the GPU's driver: cudaLaunchKernel, cuLaunchKernelEx."""
     return _DRIVER.match(event.name()) is not None
 
 
@@ -113,7 +113,7 @@ def _kernels(events: Iterable[Any]) -> list[Work]:
 
 
 def _operators(events: Iterable[Any]) -> list[Work]:
-    """What runs in a step of the optimizer is its work, whatever it is called."""
+    """Operators with their own times; all within a step of the optimizer count as the optimizer."""
     hosted = in_order(event for event in events if is_on_host(event))
     kinds: list[Kind] = []
     around = parents(hosted)
@@ -127,12 +127,12 @@ def _operators(events: Iterable[Any]) -> list[Work]:
 
 
 def in_order(events: Iterable[Any]) -> list[Any]:
-    """By their begins; of those that begin together, the longest first, because it is around the others."""
+    """The events by start time; if some start together, the longest first, because it encloses the others."""
     return sorted(events, key=lambda event: (event.start_ns(), -event.duration_ns()))
 
 
 def parents(events: Sequence[Any]) -> list[int | None]:
-    """The place of the event around each one, in the same thread; events come in the order of their begins."""
+    """The index of the event that encloses each one in its thread; events must be in order of start time."""
     open_in: dict[int, list[int]] = defaultdict(list)
     found: list[int | None] = []
     for place, event in enumerate(events):
@@ -145,7 +145,7 @@ def parents(events: Sequence[Any]) -> list[int | None]:
 
 
 def own_times(events: Sequence[Any], around: Sequence[int | None]) -> list[int]:
-    """Nanoseconds of each event without those of the events inside."""
+    """Nanoseconds of each event minus those of the events inside it."""
     own = [event.duration_ns() for event in events]
     for event, parent in zip(events, around, strict=True):
         if parent is not None:
@@ -154,7 +154,7 @@ def own_times(events: Sequence[Any], around: Sequence[int | None]) -> list[int]:
 
 
 def busy(works: Iterable[Work]) -> int:
-    """Nanoseconds in which anything runs."""
+    """Nanoseconds during which at least one kernel or operator runs."""
     total, until = 0, 0
     for begin, end in sorted((work.begin, work.end) for work in works):
         total += max(0, end - max(begin, until))

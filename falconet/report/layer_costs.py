@@ -1,8 +1,8 @@
 """Time and memory of each layer in one update, forward and backward, and the memory over that update.
 
-Layers are marked as they are called, by hooks that belong to no module: a layer with hooks of its own is not fused. An
+Layers are marked by global hooks when they are called, because a layer with hooks of its own is not fused. An
 operator belongs to the innermost layer that called it, a step of the backward pass to the layer whose operator it
-reverses, which autograd's sequence numbers tell.
+reverses, found by autograd's sequence numbers.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _MS = 1e-6  # of a nanosecond
 
 
 class Layers:
-    """The layers of a model by their names, and those that stand for several of them as one."""
+    """The layers of a model by name, including those that stand for several fused ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -41,7 +41,7 @@ class Layers:
         self.kinds: list[str] = []
 
     def number(self, module: nn.Module) -> int | None:
-        """The place of a layer in `called`; None: it has no name."""
+        """The index of a layer in `called`; None: it has no name."""
         if module not in self._numbers:
             names = self._names_of(module)
             if not names:
@@ -49,11 +49,11 @@ class Layers:
             if names not in self.called:
                 self.called.append(names)
                 self.kinds.append(type(self._model.get_submodule(names[0]) if len(names) == 1 else module).__name__)
-            self._numbers[module] = self.called.index(names)  # one that computes another in its place is the same
+            self._numbers[module] = self.called.index(names)  # a layer that replaces another counts as the same one
         return self._numbers[module]
 
     def _names_of(self, module: nn.Module) -> tuple[str, ...]:
-        """Its own, or those of the layers that a fused layer holds; a traced model is not a layer."""
+        """The names of a layer, or of the layers that a fused layer holds; none for a traced model."""
         if module in self._names:
             return (self._names[module],) if self._names[module] else ()
         if isinstance(module, fx.GraphModule):
@@ -64,7 +64,7 @@ class Layers:
 
     @contextlib.contextmanager
     def marked(self) -> Iterator[None]:
-        """Mark in the profile what each layer does; nothing stays behind."""
+        """Mark the work of each layer in the profile while in this context."""
         open_in = threading.local()
 
         def enter(module: nn.Module, _: Any) -> None:
@@ -90,7 +90,7 @@ class Layers:
 
 
 class _Place(NamedTuple):
-    """Whose work something is."""
+    """The layer and the phase that work belongs to."""
 
     layer: int | None  # None: between layers, or in none
     phase: Phase
@@ -106,7 +106,7 @@ class _Cost:
 
 @dataclass(frozen=True)
 class _Block:
-    """A piece of memory."""
+    """A block of memory, from allocation to release."""
 
     bytes: int
     begin: int
@@ -116,7 +116,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What a profiled update shows of its layers and its memory."""
+    """Time and memory by layer in a profiled update, and its memory over time."""
 
     rows: Sequence[Row]
     rest: Mapping[Phase, float]  # milliseconds in no layer
@@ -169,7 +169,7 @@ def _row(layers: Layers, number: int, cost: _Cost, *, passes: int) -> Row:
 
 
 def _places(events: Sequence[Any], around: Sequence[int | None]) -> list[_Place]:
-    """Whose work each operator is."""
+    """The layer and phase of each operator."""
     creators = _creators(events, around)
     found: list[_Place] = []
     last: dict[int, int | None] = {}  # the layer of the last step of the backward pass, by thread
@@ -180,7 +180,7 @@ def _places(events: Sequence[Any], around: Sequence[int | None]) -> list[_Place]
             found.append(_Place(_marked(name), phase))
         elif name.startswith(_REVERSED):
             thread = event.start_thread_id()
-            if event.sequence_nr() >= 0:  # a gradient that is added belongs to what has just computed it
+            if event.sequence_nr() >= 0:  # adding a gradient belongs to the step that has just computed it
                 last[thread] = creators.get((event.fwd_thread_id(), event.sequence_nr()))
             found.append(_Place(last.get(thread), "backward"))
         elif name.startswith(_MOVES):
@@ -198,7 +198,7 @@ def _marked(name: str) -> int | None:
 def _creators(events: Sequence[Any], around: Sequence[int | None]) -> dict[tuple[int, int], int | None]:
     """The layer whose operator has each sequence number.
 
-    An operator states the number that its thread gives next: those that need no gradient state the same as the next
+    An operator records its thread's next number: one that needs no gradient records the same number as the next
     one that does, so the last one is the creator.
     """
     layers: list[int | None] = []
@@ -215,7 +215,7 @@ def _creators(events: Sequence[Any], around: Sequence[int | None]) -> dict[tuple
 def _spent(
     traced: Traced, events: Sequence[Any], around: Sequence[int | None], places: Sequence[_Place]
 ) -> Iterator[tuple[_Place, int]]:
-    """Nanoseconds and whose they are: of kernels on a device, of operators without one."""
+    """Nanoseconds of kernels, or of operators without a device, each with its layer and phase."""
     if traced.device.type != "cuda":
         for event, place, spent in zip(events, places, own_times(events, around), strict=True):
             if not event.name().startswith(_MARK):  # Python's time
@@ -233,7 +233,7 @@ def _spent(
 
 
 def _passes(events: Sequence[Any], places: Sequence[_Place]) -> list[tuple[int, int]]:
-    """The begin and end of each forward pass, which a step of the backward pass follows."""
+    """Start and end of each forward pass; a step of the backward pass ends it."""
     found: list[tuple[int, int]] = []
     begun = ended = 0
     for event, place in zip(events, places, strict=True):
@@ -246,7 +246,7 @@ def _passes(events: Sequence[Any], places: Sequence[_Place]) -> list[tuple[int, 
 
 
 def _micro_batches(events: Sequence[Any], around: Sequence[int | None], places: Sequence[_Place]) -> int:
-    """How often most layers were called; a pipeline calls them for several micro-batches before the backward pass."""
+    """The number of calls of most layers; a pipeline calls them for several micro-batches before a backward pass."""
     calls: Counter[int | None] = Counter()
     for event, parent, place in zip(events, around, places, strict=True):
         is_inner = parent is not None and places[parent] == place  # of a layer that computes it in its place
@@ -256,7 +256,7 @@ def _micro_batches(events: Sequence[Any], around: Sequence[int | None], places: 
 
 
 class _Change(NamedTuple):
-    """Memory that is taken, or given back."""
+    """An allocation or a release of memory."""
 
     time: int
     thread: int
@@ -265,7 +265,7 @@ class _Change(NamedTuple):
 
 
 def _changes(traced: Traced) -> list[_Change]:
-    """On the device of the update, in order; only the tree of events has addresses."""
+    """Allocations and releases on the update's device, in order; only the tree of events has addresses."""
     waiting = list(traced.profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
     found = []
     while waiting:
@@ -280,7 +280,7 @@ def _changes(traced: Traced) -> list[_Change]:
 def _blocks(
     traced: Traced, events: Sequence[Any], around: Sequence[int | None], places: Sequence[_Place]
 ) -> tuple[list[_Block], list[_Change]]:
-    """What was allocated, and what was freed that is older."""
+    """Blocks allocated during the profile, and releases of older blocks."""
     changes = _changes(traced)
     whose = _whose([(change.time, change.thread) for change in changes], events, around, places)
     live: dict[int, tuple[_Change, _Place]] = {}
@@ -302,7 +302,7 @@ def _whose(
     around: Sequence[int | None],
     places: Sequence[_Place],
 ) -> list[_Place]:
-    """The place of the innermost operator at each time in a thread, or in any if that is None; both come in order."""
+    """The layer and phase of the innermost operator at each moment, in its thread or (None) in any; both sorted."""
     begun: dict[int | None, list[int]] = defaultdict(list)
     for number, event in enumerate(events):
         begun[event.start_thread_id()].append(number)
@@ -329,7 +329,7 @@ def _memory(
     before: int | None,
     names: Sequence[tuple[str, ...]],
 ) -> Row:
-    """The bytes over the update, thinned out, with the peak and the phases."""
+    """The memory curve of the update, thinned out, with its peak and phases."""
     changes = [(block.begin, block.bytes, block.place) for block in blocks]
     changes += [(block.end, -block.bytes, block.place) for block in blocks if block.end is not None]
     changes += [(change.time, change.bytes, _Place(None, "other")) for change in older]
@@ -368,7 +368,7 @@ def _memory(
 
 
 def _phases(events: Sequence[Any], places: Sequence[_Place], begin: int) -> list[list[object]]:
-    """Each phase with its begin and end in milliseconds; neighbours of one kind are one."""
+    """Each phase with its start and end in milliseconds; adjacent ones of one kind are merged."""
     found: list[tuple[Phase, int, int]] = []
     for event, place in zip(events, places, strict=True):
         if place.phase == "other":

@@ -1,4 +1,4 @@
-"""An HTTP server on loopback for pages that follow runs; it reads no path, and answers only what a site names."""
+"""An HTTP server on loopback for pages that follow runs; it serves no files, only the paths that a site lists."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ HEADERS = {
 
 
 class Answer(NamedTuple):
-    """What is sent; a `body` of None says that nothing is new."""
+    """A response; a `body` of None means that nothing is new."""
 
     kind: Literal["text/html", "application/json"]
     body: str | None
@@ -67,12 +67,12 @@ def listening(pages: Pages, port: int | Literal["auto"]) -> Iterator[ThreadingHT
 
 
 class Server(ThreadingHTTPServer):
-    """A thread for each connection; none holds up the end."""
+    """A server with a thread per connection; no thread delays shutdown."""
 
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print a fault of ours; that a client has gone is none."""
+        """Print an error of ours; a client that disconnects is not an error."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The pages of `falconet watch`: the report of a run, or a table of runs, and what has changed in them since."""
+"""The pages of `falconet watch`: the report of a run or a table of runs, and later changes to them."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ class Versions:
             self._parts |= {name: (value, self._number) for name, value in new.items()}
 
     def news(self, since: str) -> dict[str, object] | None:
-        """What changed since a version; None: nothing. The whole page must be loaded anew if that was none of ours."""
+        """The changes since a version; None: nothing changed. If the version is not ours, the page must be reloaded."""
         kind, _, number = since.rpartition("-")
         if kind != self._kind or not number.isdecimal():
             return {"reload": True}
@@ -77,7 +77,7 @@ class LiveRun:
         try:
             self._followed.look()
         except DataError as error:
-            gone = f"{error}; this is what was last read"
+            gone = f"{error}; showing the last state that was read"
         run = self._followed.run
         if run is None:
             return
@@ -85,7 +85,7 @@ class LiveRun:
             self._seen, self._gone = run, gone
             self._versions.take(_run_parts(run, gone, above=self._above))
         else:
-            self._versions.take({"html/progress": _progress(run)})  # less time is left
+            self._versions.take({"html/progress": _progress(run)})  # the time left has changed
 
     def page(self) -> str:
         parts = self._versions.parts
@@ -132,7 +132,7 @@ def _run_parts(run: RunFiles, gone: str, *, above: str) -> Parts:
 
 
 def _progress(run: RunFiles) -> str:
-    """A bar, the epoch, and about how long it will take; only while the run goes."""
+    """A progress bar with the epoch and the estimated time left; empty unless the run is in progress."""
     progress = progress_of(run)
     if run.state != "going":
         return ""
@@ -148,7 +148,7 @@ def _progress(run: RunFiles) -> str:
 
 
 class LiveFolder:
-    """The page of a folder of runs, and those of each."""
+    """The page of a folder of runs, and the page of each run."""
 
     def __init__(self, followed: FollowedFolder) -> None:
         self._followed, self._versions = followed, Versions("runs")
@@ -174,7 +174,7 @@ class LiveFolder:
         return self._versions.news(since)
 
     def page_of(self, name: str) -> LiveRun | None:
-        """The page of a run in the folder, with all that its files hold."""
+        """The page of a run in the folder, made from all of its files."""
         followed = self._followed.runs.get(name)
         if followed is None or followed.run is None:
             return None
@@ -235,14 +235,14 @@ class Waiting:
 
 
 class Site:
-    """All pages below one folder; its files are looked at when a page asks, and not more often than once a second."""
+    """All pages of one folder; its files are read when a page asks, at most once a second."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         """DataError if there can be no run."""
         self._folder, self._clock, self._lock = folder, clock, threading.Lock()
         self._looked = -LEAST_SECONDS
         self._home = self._found()
-        self._home.look()  # a run that goes before the first page is still shown as it was
+        self._home.look()  # a run that is removed before the first page is still shown
 
     def _found(self) -> LiveRun | LiveFolder | Waiting:
         found = what_is_there(self._folder)

@@ -13,7 +13,7 @@ from falconet.report.trackers import Tracker
 EXPERIMENT = "falconet"
 FOLDER, MARK = "falconet.run_folder", "falconet.run"  # tags by which a continued run finds its own
 LONGEST = 500  # letters of a parameter that every server takes
-# Of its client, unless the user says otherwise: it would try for minutes, and print where the run can be seen.
+# For its client, unless the user set them: by default it retries for minutes and prints the address of the run.
 QUIETLY = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
@@ -22,12 +22,12 @@ QUIETLY = {
 
 
 class MLflow(Tracker):
-    """A run where MLflow itself would keep it: MLFLOW_TRACKING_URI, else mlflow.db in the current folder."""
+    """A run where MLflow itself would keep it: at MLFLOW_TRACKING_URI, or in mlflow.db in the current folder."""
 
     def __init__(
         self, folder: Path, *, mark: str, options: Mapping[str, object], files: Sequence[str], continues: bool = False
     ) -> None:
-        """`mark`: what a continued run has in common with its start; `files`: artifacts, if they exist at the end."""
+        """`mark`: identifies a run and its continuations; `files`: artifacts, if they exist at the end."""
         for name, value in QUIETLY.items():
             os.environ.setdefault(name, value)
         try:
@@ -35,7 +35,7 @@ class MLflow(Tracker):
         except ImportError as error:
             raise ConfigError("needs the package mlflow: pip install 'falconet[mlflow]'") from error
         if not os.environ.get("MLFLOW_LOGGING_LEVEL"):
-            logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it tells of every table of its database
+            logging.getLogger("mlflow").setLevel(logging.WARNING)  # otherwise it logs every table of its database
         self._mlflow: Any = mlflow
         self._folder, self._files = folder, files
         if not os.environ.get("MLFLOW_EXPERIMENT_NAME") and not os.environ.get("MLFLOW_EXPERIMENT_ID"):

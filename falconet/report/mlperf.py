@@ -17,7 +17,7 @@ Kind = Literal["POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"]
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What is known before the first update."""
+    """The facts that are known before the first update."""
 
     values: Mapping[str, object]  # by the keys of MLPerf
     tensors: Sequence[str]  # names of the weights in MLPerf
@@ -108,7 +108,7 @@ def _is_norm(layer: str) -> bool:
 
 
 def _lines(path: Path) -> list[str]:
-    """Complete lines of an earlier part of the run, without one that a killed process left half written."""
+    """Complete lines of earlier parts of the run, without one that a killed process left unfinished."""
     return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
 
 
@@ -120,7 +120,7 @@ def _is_before(line: str, done: int) -> bool:
 
 
 def _best(lines: Sequence[str]) -> float:
-    """Best accuracy in percent."""
+    """The best accuracy so far, in percent."""
     found = [event["value"] for event in map(_parsed, lines) if event["key"] == "eval_accuracy"]
     return 100 * max(found, default=0.0)
 

@@ -1,4 +1,4 @@
-"""Where a model is wrong, on a page: classes, the confusion matrix, calibration, mistakes and hits."""
+"""The part of a page that shows where a model is wrong: classes, confusion matrix, calibration, mistakes, hits."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ WIDTH, HEIGHT, LEFT, BELOW = 340, 300, 40, 36  # of the reliability diagram, and
 
 
 def answers_part(answers: Answers, *, matrix: str) -> str:
-    """All of it; `matrix`: the element in which the script draws the confusion matrix."""
+    """The whole part; `matrix`: the element in which the script draws the confusion matrix."""
     epoch = f" after epoch {answers.epoch}" if answers.epoch else ""
     which = f"The best validation{epoch}, of {counted(answers.images, 'image')}."
     if answers.checkpoint:
@@ -67,7 +67,7 @@ def _matrix_figure(answers: Answers, element: str) -> str:
 
 
 def matrix_data(answers: Answers) -> dict[str, object]:
-    """Names, images of each class, and the cells as one flat list, which is compact."""
+    """Class names, images per class, and the cells as one flat list to save space."""
     largest = sorted(answers.cells, key=lambda cell: -cell[2])[:MOST_CELLS]
     return {
         "names": [each.name for each in answers.classes] if answers.cells else [],

@@ -25,7 +25,7 @@ def figures(runs: Sequence[RunFiles], charts: Sequence[Chart]) -> str:
 
 
 def numbers_part(runs: Sequence[RunFiles]) -> str:
-    """The times of updates, and every epoch."""
+    """Tables with the times of updates and with every epoch."""
     tables = "".join(
         details("Every epoch in numbers" + (f": {run.name}" if len(runs) > 1 else ""), _epoch_table(run))
         for run in runs
@@ -107,6 +107,6 @@ def chart_data(chart: Chart) -> dict[str, object]:
 
 
 def _compact(value: float) -> float:
-    """Six digits, which no screen can tell from more."""
+    """The value to six digits; more would not be visible."""
     rounded = float(f"{value:.6g}")
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded

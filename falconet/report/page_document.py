@@ -1,4 +1,4 @@
-"""The document around a page: styles, scripts, and a policy that lets nothing else run and nothing be fetched."""
+"""The document around a page: styles, scripts, and a policy that allows no other script and no request."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ FOOT = "Made by Falconet from the files of the run folder."
 def document(title: str, body: str, data: Mapping[str, object], *, follows: bool = False) -> str:
     """The page around its header and its main part, with a policy that names its scripts by their digests.
 
-    `follows`: it asks the server that it came from what is new.
+    `follows`: the page asks its server for changes.
     """
     names = ["uplot/uPlot.iife.min.js", "report.js", *(["live.js"] if follows else [])]
     scripts = [asset(name) for name in names]
@@ -24,7 +24,7 @@ def document(title: str, body: str, data: Mapping[str, object], *, follows: bool
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
         " form-action 'none'" + ("; connect-src 'self'" if follows else "")
     )
-    # What would end the element, or start a comment in it, cannot occur in it.
+    # Without "<", the data cannot end the element or start a comment in it.
     island = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     licence = inert(asset("uplot/LICENSE"))
     return "\n".join(

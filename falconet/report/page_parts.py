@@ -11,13 +11,13 @@ PRINTED = 300  # rows of a table on paper, about eight pages; as in report.css
 
 
 def inert(value: object) -> str:
-    """Any text as HTML text, also within an attribute; characters that would turn its direction around are shown."""
+    """Text escaped for HTML, also within an attribute; characters that would reverse its direction are made visible."""
     whole = str(value).encode("utf-8", "backslashreplace").decode()
     return html.escape(printable(whole), quote=True)
 
 
 class Cell(NamedTuple):
-    """A cell of a table: what is shown, and what it is sorted by if that is another value."""
+    """A cell of a table: its text, and the value to sort by if that differs."""
 
     shown: str
     by: float | None = None
@@ -36,7 +36,7 @@ class Column(NamedTuple):
 def table(
     caption: str, columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, sorts: bool = True, tall: bool = False
 ) -> str:
-    """A table; `sorts`: by a click on its heads. `tall`: it scrolls within a limited height."""
+    """A table; `sorts`: a click on a head sorts it; `tall`: it scrolls within a limited height."""
     heads = "".join(_head(column, sorts=sorts) for column in columns)
     body = [f"<tr>{_cells(row, columns)}</tr>" for row in rows]
     kind, is_long = ' class="sorts"' if sorts else "", len(body) > PRINTED
@@ -86,7 +86,7 @@ def image(picture: Picture | None, words: str) -> str:
 
 
 def examples(found: Sequence[Example], *, is_wrong: bool) -> str:
-    """Pictures of validation images, with what they are, what they were taken for, and where they are."""
+    """Pictures of validation images with their classes, the model's answers and their paths."""
     tiles = []
     for each in found:
         sure = f"{100 * each.probability:.1f} %"
@@ -101,7 +101,7 @@ def examples(found: Sequence[Example], *, is_wrong: bool) -> str:
 
 
 def _end_of(path: str) -> str:
-    """The last two parts, which name the class and the file in most folders; the whole path is its title."""
+    """The last two parts of a path, usually class and file, with the whole path as the title."""
     return "/".join(path.split("/")[-2:])
 
 

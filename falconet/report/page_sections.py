@@ -1,4 +1,4 @@
-"""The sections of a page about one run: what is known of it beside its curves."""
+"""The sections of a page about one run, apart from its curves."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ TITLES = {  # of a section, and in the list of sections
 
 
 def sections_of(run: RunFiles, prefix: str) -> dict[str, str]:
-    """The sections by name, without those that have nothing to show; `prefix`: of their elements."""
+    """The sections by name, without empty ones; `prefix`: for the ids of their elements."""
     bodies = {
         "wrong": answers_part(run.answers, matrix=f"{prefix}matrix") if run.answers else "",
         "seen": _seen(run),

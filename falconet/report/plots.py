@@ -1,4 +1,4 @@
-"""PNG and PDF plots of runs, for papers and chats, drawn by matplotlib."""
+"""PNG and PDF plots of runs, for papers and messages, drawn with matplotlib."""
 
 import io
 import math
@@ -71,7 +71,7 @@ def _draw(chart: Chart, figure: "Figure", *, several: bool) -> None:
             STYLES[curve.role],
             color=COLOURS[place % len(COLOURS)],
             label=_literal(curve.label),
-            marker="o" if is_short or len(curve.points) == 1 else None,  # a line of one point is not seen
+            marker="o" if is_short or len(curve.points) == 1 else None,  # a line with one point is invisible
             markersize=4,
         )
     axes.set(xlabel="epoch", ylabel=chart.unit or chart.title.lower(), title=_literal(chart.title))
@@ -88,7 +88,7 @@ def _draw(chart: Chart, figure: "Figure", *, several: bool) -> None:
 
 
 def _tick_epochs(chart: Chart, axes: "Axes") -> None:
-    """Epochs are counted whole, unless there is only a part of one to show."""
+    """Put ticks at whole epochs, unless there is only a part of one to show."""
     epochs = {epoch for curve in chart.curves for epoch, _ in curve.points}
     if len(epochs) == 1:
         axes.set_xticks([*epochs])
@@ -97,7 +97,7 @@ def _tick_epochs(chart: Chart, axes: "Axes") -> None:
 
 
 def _confusion(answers: Answers, new: "type[Figure]", *, title: str) -> "Figure":
-    """The share of each class's images in each column; of many classes, neighbours share a square."""
+    """Draw the share of each class's images in each column; with many classes, several share a square."""
     classes = len(answers.classes)
     side = min(classes, 500)
     rows = [[0.0] * side for _ in range(side)]
@@ -147,6 +147,6 @@ def _calibration(answers: Answers, new: "type[Figure]", *, title: str) -> "Figur
 
 
 def _literal(text: str) -> str:
-    """Text in which matplotlib finds no mathematics; a label that starts with _ would be left out of the legend."""
+    """Text escaped from matplotlib's math mode; a leading _ is hidden because it would drop a label from the legend."""
     plain = text.encode("utf-8", "replace").decode().replace("$", r"\$")
     return f" {plain}" if plain.startswith("_") else plain

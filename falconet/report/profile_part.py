@@ -21,7 +21,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Spent:
-    """Milliseconds of an update, or of a batch."""
+    """Milliseconds spent on one kind of work in an update or a batch."""
 
     name: str
     kind: str
@@ -43,7 +43,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes over an update, at equal distances."""
+    """Bytes over an update, at equal intervals."""
 
     points: Sequence[int]
     milliseconds: float
@@ -57,9 +57,9 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class Profile:
-    """What is known of a profiled run."""
+    """The contents of a run's profile."""
 
-    what: str  # that is profiled: an update or a batch
+    what: str  # the unit that is profiled: an update or a batch
     device: str
     traced: int
     last: int  # the last traced update
@@ -78,12 +78,12 @@ class Profile:
 
     @property
     def whole(self) -> float:
-        """Milliseconds that shares are of."""
+        """The total in milliseconds, of which shares are taken."""
         return (sum(each.milliseconds for each in self.kinds) + self.idle) or 1.0
 
 
 def read_profile(content: Mapping[str, Any]) -> Profile | None:
-    """The profile that a summary states; None: there is none."""
+    """The profile in a summary; None: there is none."""
     kinds = list(_spent(content.get("kinds"), MOST_KINDS))
     if not kinds:
         return None
@@ -158,7 +158,7 @@ def _memory(content: object) -> MemoryCurve | None:
 
 
 def _joined(names: Sequence[str]) -> str:
-    """`conv1`, `bn1 + act1`, or `layer1.0: bn1 + act1` of layers that run as one."""
+    """A name such as `conv1`, or `layer1.0: bn1 + act1` for layers that run as one."""
     inside = [name.rpartition(".")[0] for name in names]
     block = min(inside, key=len)
     if len(names) == 1 or not block or not all(f"{each}.".startswith(f"{block}.") for each in inside):
@@ -179,7 +179,7 @@ def _phases(rows: object, lasts: float) -> Iterator[tuple[str, float, float]]:
 
 
 def timed(layers: Sequence[Layer], profile: Profile | None) -> list[Layer]:
-    """The layers of the model with their time in an update; of those that run as one, the first has it."""
+    """The layers of the model with their time in an update; if several run as one, the first has it."""
     spent: dict[str, float] = {}
     known = {layer.name for layer in layers}
     for each in profile.layers if profile else ():
@@ -201,7 +201,7 @@ def _about(profile: Profile) -> str:
     if profile.what == "update" and profile.last:
         first = profile.last - profile.traced + 1
         which = f"update {profile.last}" if profile.traced == 1 else f"updates {first} to {profile.last}"
-    how = ", captured as CUDA graphs as all after them" if profile.captured else ""
+    how = ", captured as CUDA graphs like all later ones" if profile.captured else ""
     words = [f"Times are those of one {profile.what}: the mean over {which}{how}, {_ms(profile.milliseconds)} each."]
     if profile.layers:
         why = ", made without a graph, because a captured one does not show its layers" if profile.captured else ""
@@ -216,7 +216,7 @@ def _ms(value: float) -> str:
 
 
 def _kinds(profile: Profile) -> str:
-    """A bar for each kind of work."""
+    """Bars with the time of each kind of work."""
     idle = Spent("", "idle", 0, profile.idle)
     most = max(each.milliseconds for each in (*profile.kinds, idle)) or 1.0
     rows = []
@@ -264,7 +264,7 @@ def _kernels(profile: Profile) -> str:
 
 
 def _short(name: str) -> str:
-    """The name of a kernel without what all of torch's have."""
+    """The name of a kernel without the prefixes that torch's kernels share."""
     for common in ("void ", "at::native::", "(anonymous namespace)::"):
         name = name.replace(common, "")
     return name if len(name) <= 120 else f"{name[:117]}..."
@@ -296,7 +296,7 @@ def _layers(profile: Profile) -> str:
     words = (
         f"Time of an update, of {what}. Memory of"
         " a micro-batch: what a layer allocates and keeps for the backward pass, and what its backward pass allocates."
-        " A layer that holds others has what is in none of them, such as a residual sum."
+        " A layer with sublayers has only what is in none of them, such as a residual sum."
         + (f" An update has {profile.passes} micro-batches." if profile.passes > 1 else "")
         + (f" In no layer: {outside}." if outside else "")
     )
@@ -307,7 +307,7 @@ def _layers(profile: Profile) -> str:
 
 
 def _memory_chart(profile: Profile) -> str:
-    """Drawn in units of the box around it: the same at any width. Texts are beside it, in the page's own size."""
+    """The memory chart, which scales with its box; its labels are outside it, in the page's text size."""
     curve = profile.memory
     if curve is None:
         return ""

@@ -1,4 +1,4 @@
-"""How far a run is, how long it will take, and how it ended, from what its folder tells."""
+"""A run's progress, time left and outcome, from the files in its folder."""
 
 import re
 import time
@@ -16,7 +16,7 @@ _LENGTH = re.compile(r"([0-9,]{1,20}) updates? = [\d.,e+]+ epochs? x ([0-9,]{1,2
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run is; None: not known."""
+    """The progress of a run; None: not known."""
 
     update: int
     updates: int | None  # of the whole run
@@ -26,7 +26,7 @@ class Progress:
 
     @property
     def share(self) -> float | None:
-        """Of the updates, 0 to 1."""
+        """The share of updates that are done, 0 to 1."""
         return min(1.0, self.update / self.updates) if self.updates else None
 
 
@@ -50,7 +50,7 @@ def progress_of(run: RunFiles, *, clock: Callable[[], float] = time.time) -> Pro
 
 
 def _seconds_left(run: RunFiles, updates: int, *, now: float) -> float | None:
-    """Updates at the pace of the last ones, and validations as long and as frequent as those so far."""
+    """The time left: updates at their latest pace, validations as long and as frequent as so far."""
     recent = run.update_times[-RECENT_UPDATES:]
     if not recent or not run.moments:
         return None
@@ -68,7 +68,7 @@ def left_in_words(seconds: float) -> str:
 
 
 def state_in_words(run: RunFiles) -> tuple[str, Tone]:
-    """`finished`, `under way`, `interrupted`, `failed: why`, or that it has ended without a word."""
+    """`finished`, `under way`, `interrupted`, `failed: why`, or `no longer writing` if it left no ending."""
     if run.state == "going":
         return "under way", "busy"
     if run.state == "done":

@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from falconet.config.facts import PHOTO_KINDS
 from falconet.config.options import Logging
-from falconet.config.rules import PHOTOS
 from falconet.report.curves import short
 from falconet.report.epochs import in_short, span
 from falconet.report.foreign_folder import number
@@ -18,7 +18,7 @@ from falconet.report.run_files import DEFAULT, RunFiles, Stated
 
 
 def best_of(run: RunFiles) -> tuple[float, float] | None:
-    """The best validation: percent, and its epoch; of equal ones that of the lowest loss, as checkpoints are chosen."""
+    """The best validation in percent and its epoch; ties go to the lowest loss, as with checkpoints."""
     points = [
         (each.metrics[f"{kind}/{run.metric}"], -each.metrics.get(f"{kind}/loss", math.inf), -each.epoch)
         for each in run.moments
@@ -55,7 +55,7 @@ def results_of(run: RunFiles) -> dict[str, str]:
         found["training time"] = span(seconds)
     whole = number(run.summary.get("whole_seconds"))
     if whole:
-        found["time in all"] = span(whole)
+        found["total time"] = span(whole)
     peak = number(run.summary.get("peak_memory_bytes"))
     if peak:
         found["peak memory"] = f"{peak / 2**30:.2f} GiB"
@@ -76,7 +76,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-# Options that say where something goes, or what else is written: they cannot change what is learnt.
+# Options about where and what a run writes: they cannot change the training.
 OUTPUTS = frozenset(each.name.replace("_", "-") for each in fields(Logging)) | {
     *("run-dir", "temporary", "name-suffix", "resume", "plan"),
     *("checkpoint-output-path", "checkpoints-kept", "initial-checkpoint", "validate-checkpoints", "model-cache-path"),
@@ -95,7 +95,7 @@ def differences(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
 
 
 def _differ(values: Sequence[Stated | None]) -> bool:
-    """Whether runs differ in an option; one that an older run does not know has its default there."""
+    """Whether runs differ in an option; in an older run without it, the default counts."""
     known = [each for each in values if each is not None]
     is_set = len(known) < len(values) and any(each.source != DEFAULT for each in known)
     return len({each.value for each in known}) > 1 or is_set
@@ -125,7 +125,7 @@ def is_mixed(runs: Sequence[RunFiles]) -> bool:
 
 
 class _Images(NamedTuple):
-    """What a run's files say about its images; None: nothing."""
+    """A run's facts about its images; None: not known."""
 
     kind: str
     folder: PurePosixPath | None  # of photos; those of a published dataset are the same everywhere
@@ -136,19 +136,19 @@ def _images_of(run: RunFiles) -> _Images | None:
     if "data" not in run.options:
         return None
     kind, place = run.options["data"].value, run.options.get("data-dir")
-    folder = PurePosixPath(posixpath.normpath(place.value)) if place and kind in PHOTOS else None
+    folder = PurePosixPath(posixpath.normpath(place.value)) if place and kind in PHOTO_KINDS else None
     return _Images(kind, folder, last_of(run, "validation/images"))
 
 
 def _can_be_same(one: _Images, other: _Images) -> bool:
-    """Whether nothing that is known distinguishes them."""
+    """Whether no known fact distinguishes the images of two runs."""
     numbers = {one.validated, other.validated} - {None}
     folders = [each for each in (one.folder, other.folder) if each is not None]
     return one.kind == other.kind and len(numbers) < 2 and (len(folders) < 2 or _can_be_one(*folders))
 
 
 def _can_be_one(one: PurePosixPath, other: PurePosixPath) -> bool:
-    """A relative path of an older run begins where that run was started, which is not known: its end is compared."""
+    """Whether two paths may be the same; of an older run's relative path, only the end can be compared."""
     if one.is_absolute() and other.is_absolute():
         return one == other
     ends = [(path.is_absolute(), [part for part in path.parts if part != ".."]) for path in (one, other)]

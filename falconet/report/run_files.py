@@ -1,6 +1,6 @@
-"""The files of a run folder as values: everything that can be read, and a line for each thing that cannot.
+"""The files of a run folder as values: everything that can be read, and a line about each problem.
 
-A run folder may come from another person: what is not as expected is left out.
+A run folder may come from another person: anything unexpected is left out.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ class MemoryPoint:
 
 
 class EarlyEnd(NamedTuple):
-    """How a run ended before its last update."""
+    """The reason why a run ended before its last update."""
 
     kind: str  # interrupted or failed
     reason: str = ""
@@ -101,7 +101,7 @@ class EarlyEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What is known of a run."""
+    """The contents of a run folder."""
 
     name: str
     state: State = "done"
@@ -123,7 +123,7 @@ class RunFiles:
 
     @property
     def metric(self) -> str:
-        """What validations measure: accuracy, or mAP of images with several labels."""
+        """The metric of validations: accuracy, or mAP for images with several labels."""
         return "mAP" if any("validation/mAP" in moment.metrics for moment in self.moments) else "accuracy"
 
     @property
@@ -144,7 +144,7 @@ def read_run(folder: Path, *, state: State | None = None) -> RunFiles:
 
 
 def opened(folder: Path, known: dict[str, Known] | None = None) -> ForeignFolder:
-    """The files of a run folder; DataError if it is none. `known`: what was read of it before."""
+    """The files of a run folder; DataError if it is none. `known`: results of earlier reads."""
     if not folder.is_dir():
         raise DataError(f"{folder}: {'a file' if folder.is_file() else 'no such folder'}; expected a run folder")
     try:
@@ -162,8 +162,8 @@ def is_run(files: ForeignFolder) -> bool:
 
 
 def read_progress(files: ForeignFolder) -> RunFiles:
-    """What changes as a run goes, without pictures and answers."""
-    locked = files.is_locked()  # first: what a run writes as it ends is there before it lets go of the lock
+    """The files that change during a run, without pictures and answers."""
+    locked = files.is_locked()  # first, because a run writes its last files before it releases the lock
     moments, summary, mark = _moments(files), files.json(SUMMARY), files.mark(METRICS)
     written = mark[2] / 1e9 if mark else None
     ending = files.json(ENDED)
@@ -206,11 +206,11 @@ def read_all(files: ForeignFolder) -> RunFiles:
 
 
 def _told(files: ForeignFolder, name: str, read: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """What is read of a file; a note if it is an object that states something else."""
+    """The value read from a file; a note if the file holds another kind of object."""
     content = files.json(name)
     found = read(content)
     if content and not found:
-        files.note(f"{name}: not as a run writes it, and left out")
+        files.note(f"{name}: not in the format of a run; left out")
     return found
 
 
@@ -227,7 +227,7 @@ def logged_at(folder: Path, update: int) -> Mapping[str, float]:
 
 
 def updates_in_summary(folder: Path) -> int:
-    """How many updates a run had made when it ended; 0: it has not ended."""
+    """The number of updates that a run had made when it ended; 0: it has not ended."""
     with ForeignFolder(folder) as files:
         return count(files.json(SUMMARY).get("updates"))
 
@@ -242,7 +242,7 @@ def _options(files: ForeignFolder) -> dict[str, Stated]:
         elif line.strip() and not line.startswith("#"):
             bad += 1
     if bad:
-        files.note(f"{CONFIG}: {bad:,} {'line is no option' if bad == 1 else 'lines are no options'}, and left out")
+        files.note(f"{CONFIG}: {bad:,} {'line is not an option' if bad == 1 else 'lines are not options'}; left out")
     elif not found and files.has(CONFIG):
         files.note(f"{CONFIG}: has no options")
     return found
@@ -257,7 +257,7 @@ def _unquoted(value: str) -> str:
 
 
 def _moments(files: ForeignFolder) -> list[Moment]:
-    """The log points, those of one update merged; those of validations get the epoch from the others."""
+    """The log points, merged by update; those of validations get their epoch from the others."""
     merged: dict[int, dict[str, float]] = {}
     for line in files.lines(METRICS):
         update = line.get("update")
@@ -273,7 +273,7 @@ def _moments(files: ForeignFolder) -> list[Moment]:
 
 
 def _between(known: Sequence[tuple[int, float]], update: int) -> float:
-    """The epoch at an update, from those of others."""
+    """The epoch at an update, interpolated from other updates."""
     if not known:
         return float(update)
     place = bisect_left(known, (update, -math.inf))
@@ -329,7 +329,7 @@ def _layers(content: Mapping[str, Any]) -> list[Layer]:
 
 
 def _checkpoints(files: ForeignFolder) -> list[SavedCheckpoint]:
-    """Those in the run folder; a run may have saved elsewhere, where nothing is read."""
+    """The checkpoints in the run folder; other places where a run may have saved are not read."""
     found: list[SavedCheckpoint] = []
     for parent in (f"{CHECKPOINTS}/", ""):
         names = [name for name in files.names(parent.rstrip("/") or ".") if not name.startswith(".")]

@@ -1,6 +1,6 @@
 """report.html: one page about one run, or about several side by side, from the files of their folders alone.
 
-Everything that a run folder states is escaped text: the folder may come from another person.
+Everything from a run folder is escaped text: the folder may come from another person.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ STATES: Mapping[State, str] = {
 
 
 def write_own(folder: Path, *, state: State | None = None) -> RunFiles:
-    """Write report.html and results.csv of a run into its folder; returns what was read of it."""
+    """Write report.html and results.csv of a run into its folder; return the files that were read."""
     run = read_run(folder, state=state)
     writing.replace(folder, REPORT, page([run]))
     writing.replace(folder, RESULTS, "".join(f"{line}\n" for line in csv_lines(run)))
@@ -49,7 +49,7 @@ def page(runs: Sequence[RunFiles]) -> str:
 
 
 def data_of(runs: Sequence[RunFiles], charts: Sequence[Chart]) -> dict[str, object]:
-    """What the script draws."""
+    """The data that the script draws."""
     return {
         "charts": [chart_data(chart) for chart in charts],
         "matrices": {f"r{place}-matrix": matrix_data(run.answers) for place, run in enumerate(runs) if run.answers},
@@ -57,7 +57,7 @@ def data_of(runs: Sequence[RunFiles], charts: Sequence[Chart]) -> dict[str, obje
 
 
 def _header(runs: Sequence[RunFiles], title: str, sections: Mapping[str, str]) -> str:
-    """`sections`: of the first run, to which links lead if it is the only one."""
+    """The head of the page; `sections`: the first run's, which get links if it is the only one."""
     if len(runs) == 1:
         return header(runs[0], _state(runs[0]), sections)
     about = ", ".join(run.name for run in runs)
@@ -76,7 +76,7 @@ def header(run: RunFiles, state: str, sections: Iterable[str]) -> str:
 
 
 def banner(kind: str, heading: str, about: str) -> str:
-    """`heading`: HTML."""
+    """The banner of a page; `heading` is HTML, `about` is text."""
     return (
         f'<header class="{kind}"><p class="brand">Falconet report</p><h1>{heading}</h1>'
         f'<p class="about">{inert(about)}</p></header>'

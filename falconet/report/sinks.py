@@ -1,4 +1,4 @@
-"""Sinks: where the metrics of a run go; here those that are files of every run."""
+"""Sinks, where the metrics of a run go; here the files that every run writes."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ class JsonLines:
 
 
 class UpdateTimes:
-    """updates.jsonl: at each log point, the milliseconds of the updates since the previous one, up to `update`."""
+    """updates.jsonl: at each log point, the milliseconds of each update since the previous one."""
 
     def __init__(self, path: Path) -> None:
         self._lines = writing.GrowingFile(path)

@@ -1,4 +1,4 @@
-"""What the users of a program see: the lines it prints, the files it writes, the names it gives."""
+"""Styles, which decide what the users of a program see: its lines, its files and their names."""
 
 import csv
 import io
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from falconet import writing
+from falconet.config.recipes import PHOTOS_CONFIG
 from falconet.errors import NO_ROOM
 from falconet.report import folders, inference
 from falconet.report.epochs import ACCURACY, EpochTable, Metric, Row
@@ -27,7 +28,7 @@ HEARTBEAT = 30.0  # seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known before the first update."""
+    """The facts that are known before the first update."""
 
     options: Mapping[str, object]  # every one, by name
     folder: Path
@@ -43,12 +44,12 @@ class Facts:
     averages: bool = False  # the moving average of the weights is validated too
     restored: Path | None = None  # the checkpoint that the run continues from
     is_newest: bool = True  # there is no newer one beside it
-    typed: Mapping[str, object] | None = None  # the options of the original that was started; None: of none
+    typed: Mapping[str, object] | None = None  # the options of the original that was started; None: no original
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A log point, or the end of an epoch: the numbers since the previous one."""
+    """The numbers at a log point or the end of an epoch, since the previous one."""
 
     update: int
     updates: int  # since the previous one
@@ -76,7 +77,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a checkpoint states about itself when it is validated."""
+    """The facts that a checkpoint states about itself when it is validated."""
 
     model: str
     data: str
@@ -106,13 +107,13 @@ class Validated:
 
 
 class RunLog:
-    """Lines for the screen, files in the run folder, numbers for sinks; without a folder, no files."""
+    """The output of a run: lines on the screen, files in the run folder if there is one, numbers for sinks."""
 
     def __init__(self, say: Callable[[str], None], folder: Path | None, *, sinks: Sequence["Sink"] = ()) -> None:
-        """`sinks` get a style's numbers under its names."""
+        """`sinks` receive a style's numbers under its names."""
         self._say, self._folder, self._sinks = say, folder, sinks
         self._ends: dict[str, int] = {}  # where the last row of each CSV file starts, in bytes
-        self._left: dict[str, bytes] = {}  # what a full disk did not take, for each file
+        self._left: dict[str, bytes] = {}  # bytes that a full disk did not take, for each file
 
     def line(self, text: str) -> None:
         self._say(text)
@@ -131,7 +132,7 @@ class RunLog:
             writer = csv.DictWriter(row, list(values))
             if self._size(name) == 0:
                 writer.writeheader()
-            self._ends[name] = self._size(name) + len(row.getvalue().encode())
+            self._ends[name] = self._size(name) + len(writing.coded(row.getvalue()))
             writer.writerow(values)
             self._append(name, row.getvalue())
 
@@ -146,7 +147,7 @@ class RunLog:
 
     def _append(self, name: str, text: str) -> None:
         assert self._folder is not None
-        self._left[name] = self._left.get(name, b"") + text.encode()
+        self._left[name] = self._left.get(name, b"") + writing.coded(text)
         try:
             with FileIO(writing.growing(self._folder, name), "ab") as file:
                 self._left[name] = writing.put(file, self._left[name])
@@ -155,13 +156,13 @@ class RunLog:
                 raise
 
     def _size(self, name: str) -> int:
-        """Bytes of a file, including those that are not written yet."""
+        """The size of a file in bytes, including those that are not written yet."""
         assert self._folder is not None
         path = self._folder / name
         return (path.stat().st_size if path.exists() else 0) + len(self._left.get(name, b""))
 
     def rows(self, name: str) -> list[dict[str, str]]:
-        """The rows of a CSV file, of earlier starts of the run too; `row_again` then replaces the last of them."""
+        """The rows of a CSV file, including those of earlier starts; `row_again` then replaces the last one."""
         path = self._folder / name if self._folder else None
         if path is None or not path.exists():
             return []
@@ -198,7 +199,7 @@ class Table:
 
 
 class Style(Protocol):
-    """Lines and files of a run, and the names of its checkpoints."""
+    """A program's lines and files about a run, and its names of checkpoints."""
 
     tabulates: bool  # accuracies of several checkpoints go into one table; else each is reported by `validated`
 
@@ -211,17 +212,17 @@ class Style(Protocol):
     def averaged(self, found: Validated, *, which: str) -> None: ...  # an average of checkpoints was validated
     def saved(self, folder: Path) -> None: ...
     def end(self, *, trained: float, whole: float) -> None:
-        """Training has ended: seconds of updates alone, and with validations and saves."""
+        """Report the end of training; `trained`: seconds of updates alone, `whole`: with validations and saves."""
 
     def checkpoint_name(self, update: int) -> str | None:
         """The name of the checkpoint after this many updates; None: the default name."""
 
     def average_name(self, how: str) -> str | None:
-        """The name of an average, `how` such as exp_0.97 or N_4; None: the default name."""
+        """The name of an average, where `how` is such as exp_0.97 or N_4; None: the default name."""
 
 
 class Falconet:
-    """One row per epoch, printed when everything about it is known; plan and summary show the rest."""
+    """Falconet's style: one row per epoch, printed when it is complete; plan and summary show the rest."""
 
     tabulates = True
 
@@ -242,7 +243,7 @@ class Falconet:
         self._since = self._clock()
 
     def begin_epoch(self, epoch: int, of: int) -> None:
-        """The progress bar shows it."""
+        """Do nothing: the progress bar shows the epoch."""
 
     def log(self, point: Point) -> None:
         if not point.ends_epoch:  # else its row follows
@@ -268,8 +269,8 @@ class Falconet:
         self.to.line(f"{self._metric.name} of the averaged checkpoints{named}: {found.accuracy:.2f}%")
 
     def _row(self, point: Point | None, found: Validated | None = None) -> None:
-        """Without `point` where an interrupted run had ended the epoch, and the restored one validates it."""
-        # An epoch may be reported late. A validation belongs to its row, as does all that went before it.
+        """Print a row; without `point` if an interrupted run had ended the epoch and the restored one validates it."""
+        # An epoch may be reported late. The time of a row includes its validation and everything before it.
         now = self._clock() if found or point is None else point.moment
         seconds, self._since = now - self._since, now
         row = Row(epoch=found.epoch if found else 0.0, seconds=seconds)
@@ -290,10 +291,10 @@ class Falconet:
         self.to.line(self._table.row(row))
 
     def saved(self, folder: Path) -> None:
-        """The summary shows it."""
+        """Do nothing: the summary shows it."""
 
     def end(self, *, trained: float, whole: float) -> None:
-        """The summary shows it."""
+        """Do nothing: the summary shows it."""
 
     def checkpoint_name(self, update: int) -> str | None:  # noqa: ARG002
         return None
@@ -304,25 +305,36 @@ class Falconet:
 
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
-    """Whose users read the output: everything about it that differs between programs."""
+    """The conventions of the program that was started: everything about output that differs between programs."""
 
     style: Callable[[RunLog], Style]
     run_folder: Callable[[RunShape], Path]  # of a new run; does not exist yet
     predictions: Callable[[Predictions], Sequence[str]]  # lines before our own figures
     repetition: Callable[[Repetition], Sequence[str]] = inference.repetition  # lines of each pass that is measured
-    batch: Callable[[TimedBatch], str] | None = None  # the line of each batch that predicts; None: none
+    batch: Callable[[TimedBatch], str] | None = None  # the line of each predicted batch; None: no lines
     tables: Sequence[Table] = ()  # what its style writes
     options_file: str | None = None  # where its style writes the options, once
     typed: Mapping[str, object] | None = None  # the options of the program as its user typed them; None: ours
     logs_where_it_saves: bool = False  # --checkpoint-output-path is the run folder too
     heartbeat: float | None = None  # seconds without a line after which a pipe gets one; None: one at the start
-    words: Callable[[str], str] = str  # a line with the options as the program that was started names them
-    called: str | None = None  # the program that was started, as its errors begin; None: falconet and the command
+    words: Callable[[str], str] = str  # rewrites the options in a line to the names of the program that was started
+    called: str | None = None  # the name with which errors begin; None: falconet and the command
     program: tuple[str, ...] = ("-m", "falconet")  # Python's arguments that start a worker, before its command
+    photos_config: str | None = None  # the config that a folder of photos implies; None: photos imply none
+    takes_several_labels: bool = False  # of an image; else what it prints has no word for their metric
+    prints_whole_plan: bool = True  # else without the lines that only --plan and plan.txt show
+    shows_compilation: bool = False  # a line where kernels are compiled
+    shows_report: bool = False  # the summary names the report
 
-    @property
-    def is_ours(self) -> bool:
-        return self.style is Falconet
 
-
-FALCONET = Conventions(style=Falconet, run_folder=folders.fresh, predictions=inference.heading, heartbeat=HEARTBEAT)
+FALCONET = Conventions(
+    style=Falconet,
+    run_folder=folders.fresh,
+    predictions=inference.heading,
+    heartbeat=HEARTBEAT,
+    photos_config=PHOTOS_CONFIG,
+    takes_several_labels=True,
+    prints_whole_plan=False,
+    shows_compilation=True,
+    shows_report=True,
+)

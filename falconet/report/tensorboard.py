@@ -27,13 +27,13 @@ Option = int | float | str | bool
 class TensorBoard(Tracker):
     """An event file.
 
-    Not by torch's SummaryWriter: it writes in a thread of its own, which prints a traceback when the disk is full.
+    torch's SummaryWriter is not used: it writes in its own thread, which prints a traceback when the disk is full.
     """
 
     def __init__(self, folder: Path, *, options: Mapping[str, object] | None = None, after: int | None = None) -> None:
-        """`options`: shown as hyperparameters beside the result.
+        """`options` are shown as hyperparameters beside the result.
 
-        `after`: the update that a run continues from; what an earlier start wrote beyond it is hidden.
+        `after`: the update that a run continues from; later numbers of an earlier start are hidden.
         """
         try:
             from tensorboard.compat.proto import event_pb2
@@ -106,21 +106,21 @@ class TensorBoard(Tracker):
 
 
 def _option(value: object) -> Option:
-    """As hyperparameters can be."""
+    """An option as a hyperparameter's value."""
     if isinstance(value, Option):
         return value
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-# What tracing a model may raise: other people's code computes with a tensor that is not quite one.
+# Errors that tracing a model may raise: the model's code gets something that is not quite a tensor.
 UNTRACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError)
 
 
 def graph_of(model: nn.Module, *, image_size: int, say: Say) -> Any:
     """The operations of a model for one image, as a GraphDef; None, and a line, if it cannot be traced.
 
-    A copy is traced, because it changes the mode of every layer. To be called by the thread that trains: Python's
-    filters of warnings are those of all threads.
+    A copy is traced, because tracing changes the mode of every layer. Call this in the thread that trains: Python's
+    filters of warnings are shared by all threads.
     """
     from torch.jit import TracingCheckError  # type: ignore[attr-defined]
 

@@ -29,7 +29,7 @@ def beside(left: Sequence[str], right: Sequence[str], *, width: int = WIDTH) -> 
 
 
 def plots(run: RunFiles, *, width: int = WIDTH, height: int = HEIGHT) -> list[list[str]]:
-    """The loss, and what validations measure if there was one, so many characters wide and high beside their scales."""
+    """Plots of the loss and, if there were validations, of their metric; width and height are without the scales."""
     trained = ["train/accuracy"] if run.metric == "accuracy" else []  # training has nothing on the scale of mAP
     losses = [thinned(run.series(name), 8 * width) for name in ("validation/loss", "train/loss")]
     scores = [thinned(run.series(name), 8 * width) for name in (f"validation/{run.metric}", *trained)]
@@ -47,7 +47,7 @@ def is_validated(run: RunFiles) -> bool:
 
 
 def _plot(title: str, curves: Sequence[Points], size: tuple[int, int], *, is_log: bool) -> list[str]:
-    """A title, the rows of a plot beside its scale, and the first and the last epoch below."""
+    """A plot's title, its rows beside the scale, and the first and last epoch below."""
 
     wide, tall = size
 
@@ -78,12 +78,12 @@ def _plot(title: str, curves: Sequence[Points], size: tuple[int, int], *, is_log
 
 
 def _brief(value: float) -> str:
-    """A number in six characters, if it can be: 0.0068 where 0.006819 does not fit."""
+    """A number in six characters if possible: 0.0068 for 0.006819."""
     return short(value) if len(short(value)) < MARGIN else f"{value:.2g}"
 
 
 def _line(corners: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Every dot of a line through the corners."""
+    """All dots of a line through the corners."""
     found = list(corners[:1])
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         steps = max(abs(x1 - x0), abs(y1 - y0), 1)

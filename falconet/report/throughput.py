@@ -1,4 +1,4 @@
-"""Images per second, the share of time spent waiting for data, and the time that is left."""
+"""Images per second, the share of time spent waiting for data, and the time left."""
 
 import math
 import time
@@ -10,21 +10,21 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
-# Updates that the host may be ahead of the device. Each keeps its images there, a captured one takes the host no time,
-# and what the host waits for the loader is only lost if the device has nothing left to do.
+# Updates that the host may be ahead of the device. Each keeps its images on the device. Capturing saves the host
+# time, and the host's waits for the loader matter only if the device has nothing left to do.
 AHEAD = 4
 
 
 @dataclass
 class Rate:
-    """Images and seconds of a part of training."""
+    """The images and seconds of a part of training."""
 
     images: int
     seconds: float
     waiting: float  # seconds of it spent waiting for data
 
     def __add__(self, other: "Rate") -> "Rate":
-        """Of both parts together."""
+        """The rate of both parts together."""
         return Rate(self.images + other.images, self.seconds + other.seconds, self.waiting + other.waiting)
 
     @property
@@ -37,7 +37,7 @@ class Rate:
 
 
 class Reading(NamedTuple):
-    """What a stopwatch shows."""
+    """A stopwatch's state at one moment."""
 
     seconds: float  # of training
     waiting: float  # seconds of it spent waiting for data
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
 
 
 class Moments(Protocol):
-    """Marks the ends of updates; the time between two marks may only be known later, as with CUDA events."""
+    """A clock that marks the ends of updates; the time between marks may be known only later, as with CUDA events."""
 
     def mark(self) -> Any: ...
     def reach(self, mark: Any) -> None: ...  # wait until it is there
@@ -54,7 +54,7 @@ class Moments(Protocol):
 
 @dataclass(frozen=True)
 class HostMoments:
-    """Marks by the host's clock, for training on a CPU."""
+    """Marks from the host's clock, for training on a CPU."""
 
     clock: Callable[[], float] = time.perf_counter
 
@@ -95,13 +95,13 @@ class Stopwatch:
             self._moments.reach(self._updates[-1 - AHEAD][1])
 
     def update_seconds(self) -> list[float]:
-        """Seconds of each update since the last call, waiting for data included; the device must have finished them."""
+        """Seconds of each update since the last call, with waits for data; the device must have finished them."""
         seconds = [self._moments.between(*marks) for marks in self._updates]
         self._updates.clear()
         return seconds
 
     def waits(self, updates: Iterable[T]) -> Iterator[T]:
-        """Pass the updates through; the time until each arrives counts as waiting, unless the device was at work."""
+        """Pass the updates through; the time until each arrives counts as waiting, unless the device was busy."""
         iterator = iter(updates)
         while True:
             start = self.clock()
@@ -114,7 +114,7 @@ class Stopwatch:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Pause; time in this context is not training time, but what the device still computes before it is."""
+        """Pause: time in this context is not training time, except for work that the device still had to finish."""
         self._moments.reach(self._moments.mark())
         self.seconds += self.clock() - self._since
         try:
@@ -126,7 +126,7 @@ class Stopwatch:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Time in this context is training time, and counted apart too."""
+        """Count time in this context as training time and, separately, as preparation."""
         begun = self.clock()
         try:
             yield
@@ -140,9 +140,9 @@ class Stopwatch:
         return Reading(self.seconds, self._waiting, now)
 
     def split(self) -> Callable[[], Reading]:
-        """End a lap where the device may not be yet; the result waits until it is, and tells what was shown there.
+        """End a lap that the device may not have finished yet; call the result to wait for it and get its reading.
 
-        Read it before the next lap ends.
+        Call it before the next lap ends.
         """
         now, (host, device) = self._moments.mark(), self._anchor
         waits, self._waits = self._waits, []
@@ -164,17 +164,17 @@ class Stopwatch:
 
 
 class Laps:
-    """Rates between successive calls."""
+    """The rates of successive laps."""
 
     def __init__(self, watch: Stopwatch, *, already: int = 0) -> None:
-        """`already`: images of the first lap that were trained on before this run was restored."""
+        """`already`: images of the first lap that were trained on before the restore."""
         self._watch = watch
         self._last, self._already = watch.lap(), already
 
     def end(self, images: int, *, at: Reading | None = None) -> Rate:
-        """The rate since the last call, during which `images` were trained on.
+        """The rate since the last call, in which `images` images were trained on.
 
-        `at`: what the watch showed at the end of the lap, if that is not now.
+        `at`: the watch's reading at the end of the lap, if that is not now.
         """
         before, self._last = self._last, at or self._watch.lap()
         own, self._already = images - self._already, 0
@@ -186,10 +186,10 @@ KEPT = 0.9  # of the shown loss, when the next one is added
 
 
 class Pace:
-    """How training moves right now, as the host sees it: the progress, the loss, the speed, and the time left."""
+    """Current progress, loss, speed and time left, as the host sees them."""
 
     def __init__(self, *, total: int, done: int, images: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Of a run of `total` updates with `images` each, `done` of which were made before."""
+        """`total`: updates of the run, each with `images` images; `done`: updates made before."""
         self._clock, self._total, self._images = clock, total, images
         self._done = self._first = done
         self._begun = clock()
@@ -203,7 +203,7 @@ class Pace:
         self.mark()
 
     def add(self) -> None:
-        """An update was made."""
+        """Count an update."""
         self._done += 1
         self.epoch_done += 1
 
@@ -217,7 +217,7 @@ class Pace:
 
     @property
     def percent(self) -> float:
-        """Of the epoch."""
+        """The progress within the epoch."""
         return 100.0 * self.epoch_done / max(self.epoch_total, 1)
 
     @property
@@ -232,7 +232,7 @@ class Pace:
 
     @property
     def run_seconds_left(self) -> float | None:
-        """With as many validations and saves per update as there were so far."""
+        """The seconds left for the run, if validations and saves stay as frequent as so far."""
         made = self._done - self._first
         return (self._clock() - self._begun) / made * (self._total - self._done) if made else None
 

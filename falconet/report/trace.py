@@ -1,4 +1,4 @@
-"""Profiler traces: where the time of an update or a batch goes, kernel by kernel."""
+"""Profiler traces that show, kernel by kernel, where the time of an update or a batch goes."""
 
 import contextlib
 import ctypes
@@ -40,7 +40,7 @@ class Tracing:
 
 @dataclass(frozen=True)
 class Traced:
-    """What a profiler recorded."""
+    """The records of a profiler."""
 
     profiler: profile
     device: torch.device
@@ -48,13 +48,13 @@ class Traced:
 
     @property
     def events(self) -> list[Any]:
-        """Torch's own records, on the host and on the device."""
+        """Torch's own records from the host and the device."""
         found: list[Any] = self.profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
         return found
 
 
 def started(device: torch.device, *, memory: bool = False) -> Tracing:
-    """Start a profiler once the device is idle; `memory`: every allocation is recorded, too."""
+    """Start a profiler once the device is idle; `memory`: record every allocation, too."""
     if _profiler_enabled():
         raise ConfigError("another profiler is running")
     settle(device)
@@ -82,9 +82,9 @@ def settle(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def warnings_withheld() -> Iterator[None]:
-    """Withhold warnings of torch's C++ code: it warns when memory is freed that is older than the profiler.
+    """Suppress warnings of torch's C++ code, which warns when memory is freed that is older than the profiler.
 
-    Torch reads TORCH_CPP_LOG_LEVEL only when it is imported, so its level is set where it lies.
+    Torch reads TORCH_CPP_LOG_LEVEL only when it is imported, so the level is set in its memory.
     """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
@@ -117,7 +117,7 @@ def _table(traced: Traced) -> str:
 
 
 def _write_trace(traced: Traced, folder: Path) -> None:
-    """Torch's own trace, or of very many events the longest."""
+    """Write torch's own trace or, if there are very many events, one with only the longest."""
     events = traced.events
     if len(events) > MOST_EVENTS:
         longest = heapq.nlargest(MOST_EVENTS, events, key=lambda event: event.duration_ns())

@@ -1,4 +1,4 @@
-"""Trackers: sinks of other programs, which show more than metrics, and whose failures never end a run."""
+"""Trackers: sinks for other programs, which can show more than metrics and whose failures never end a run."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from falconet.report.sinks import Metrics
 
 OPENING = 30.0  # seconds that a run waits for a tracker before its first update
 CLOSING = 60.0  # seconds that it waits after the last one for what is still to be sent
-WAITING = 1000  # calls that may wait for a slow tracker, a few hundred bytes each but for pictures
+WAITING = 1000  # calls that may wait for a slow tracker, a few hundred bytes each except for pictures
 LONGEST = 200  # letters of an error; some libraries add a whole page
 
 
@@ -40,7 +40,7 @@ class Confusion:
 
 
 class Tracker:
-    """What a tracker may be given; each kind takes what it has a place for, and leaves the rest."""
+    """The interface of a tracker; each kind shows what it has a place for and ignores the rest."""
 
     def write(self, update: int, metrics: Metrics) -> None:
         raise NotImplementedError
@@ -49,32 +49,32 @@ class Tracker:
         raise NotImplementedError
 
     def write_weights(self, update: int, histograms: Mapping[str, Histogram]) -> None:
-        """Histograms of the weights, by name."""
+        """Write histograms of the weights by name."""
 
     def write_pictures(self, update: int, name: str, pictures: Sequence[Picture]) -> None:
-        """Pictures that belong together; those of the same name before them were of an earlier update."""
+        """Write pictures that belong together; earlier ones of the same name belong to an earlier update."""
 
     def write_confusion(self, update: int, confusion: Confusion) -> None: ...
 
     def write_graph(self, graph: Any) -> None:
-        """The model, as TensorBoard's GraphDef."""
+        """Write the model as TensorBoard's GraphDef."""
 
     def write_result(self, update: int, metrics: Metrics) -> None:
-        """After the last update: what runs are compared by."""
+        """Write, after the last update, the numbers by which runs are compared."""
 
 
 Call = Callable[[Tracker], None]
 
 
 class Guarded(Tracker):
-    """A tracker in a thread of its own: training neither waits for it nor ends with it.
+    """A tracker in its own thread, so that training neither waits for it nor fails with it.
 
-    What fails there, or does not answer for long, takes one line, from the thread that trains; from then on the
+    If it fails or does not answer for long, the training thread prints one line, and from then on the
     tracker gets nothing more.
     """
 
     def __init__(self, name: str, opens: Callable[[], Tracker], *, say: Say, patience: float = OPENING) -> None:
-        """`patience`: seconds to wait until it is open. A mistake of the user's that is found there is raised."""
+        """`patience`: seconds to wait until the tracker is open. A user's mistake that it finds then is raised."""
         self._name, self._say, self._is_given_up = name, say, False
         self._calls: queue.Queue[Call | None] = queue.Queue(WAITING)  # None: the end
         self._is_open, self._caught = threading.Event(), _Caught()
@@ -100,13 +100,13 @@ class Guarded(Tracker):
             if failed.error is None:
                 tracker.close()
             else:
-                self._caught.error = failed.error  # told already, while it is being closed
+                self._caught.error = failed.error  # reported already, so do not report it again
                 with _Caught():
                     tracker.close()
         self._is_open.set()
 
     def _look(self) -> None:
-        """Tell of a failure, once."""
+        """Report a failure, once."""
         error = self._caught.error
         if error is not None:
             self._give_up(in_words(error))
@@ -114,7 +114,7 @@ class Guarded(Tracker):
     def _give_up(self, why: str) -> None:
         if not self._is_given_up:
             self._is_given_up = True
-            self._say(f"note: {self._name}: {why}; it gets nothing more")
+            self._say(f"note: {self._name}: {why}; nothing more is sent to it")
 
     def _hand(self, call: Call) -> None:
         self._look()
@@ -161,7 +161,7 @@ class Guarded(Tracker):
 
 @contextlib.contextmanager
 def _unasked() -> Iterator[None]:
-    """Within, standard input is no terminal: a question would wait for an answer in a thread, and never get it."""
+    """Detach standard input from the terminal: a question asked in a thread would wait for an answer forever."""
     before = sys.stdin
     with Path(os.devnull).open(encoding="utf-8") as nothing:
         sys.stdin = nothing
@@ -172,7 +172,7 @@ def _unasked() -> Iterator[None]:
 
 
 class _Caught:
-    """Keeps what was raised within: libraries of others may raise anything, and none of it may end a run."""
+    """Keeps any exception raised within: other libraries may raise anything, and none of it may end a run."""
 
     error: BaseException | None = None
 
@@ -185,7 +185,7 @@ class _Caught:
 
 
 def in_words(error: BaseException) -> str:
-    """An error of another program in one line."""
+    """Another program's error in one line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     short = " ".join(printable(text.replace("\n", " ")).split())[:LONGEST].rstrip(" .;")
     return short or type(error).__name__

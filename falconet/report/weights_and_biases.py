@@ -27,7 +27,7 @@ CHARTED = 100  # classes whose confusion matrix is a chart: its table has a row 
 
 
 class WeightsAndBiases(Tracker):
-    """A run of its server, or, without a key or a connection, a folder that `wandb sync` uploads."""
+    """A run on its server or, without a key or a connection, a folder that `wandb sync` uploads."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class WeightsAndBiases(Tracker):
         config: Mapping[str, object],
         offline: Callable[[str], None] | None = None,
     ) -> None:
-        """`offline`: called with the reason if it has to log offline; None: refuse to."""
+        """`offline`: called with the reason if it has to log offline; None: fail instead."""
         try:
             import wandb
         except ImportError as error:
@@ -69,8 +69,8 @@ class WeightsAndBiases(Tracker):
         }
         self._run.log(drawn, step=update)
 
-    # What follows comes after the numbers of its update, perhaps of later ones, and a step that is over takes nothing
-    # more: it joins the numbers of the latest one.
+    # The following are written after the numbers of their update, perhaps after later ones. wandb accepts nothing
+    # for a past step, so they are logged with the latest one.
 
     def write_pictures(self, update: int, name: str, pictures: Sequence[Picture]) -> None:  # noqa: ARG002
         images = [
@@ -98,7 +98,7 @@ class WeightsAndBiases(Tracker):
 
 
 def _obstacle(wandb: Any) -> str | None:
-    """Why nothing can be sent to the server, found out in seconds and without a question; None: it probably can."""
+    """The reason why the server cannot be used, found within seconds and without a prompt; None: it probably can."""
     settings = wandb.setup().settings
     if settings.mode in UNCONNECTED:
         return None
@@ -111,7 +111,7 @@ def _obstacle(wandb: Any) -> str | None:
 
 
 def _unanswered(address: str) -> str | None:
-    """Why a server does not answer; None: it does, be it with an error. Proxies are used as wandb uses them."""
+    """The reason why a server does not answer; None: it answers, even if with an error. Uses proxies as wandb does."""
     try:
         asked = urllib.request.Request(address, method="HEAD")
         with urllib.request.urlopen(asked, timeout=ANSWERING):

@@ -20,33 +20,33 @@ from falconet.serve.refusals import ForbiddenError, UnauthorizedError
 
 KEY = "FALCONET_API_KEY"  # the environment variable
 SHORTEST = 16  # characters of a key
-MOST = 1 << 20  # bytes of a file of keys or of a certificate
-HEALTH = frozenset({"/v2/health/live", "/v2/health/ready"})  # asked by probes, which know neither a key nor a name
-# What a browser needs before a person can type a key: the page, its documentation, and the files of both.
-PAGES = re.compile(r"/|/(page|docs)(/.*)?|/openapi\.json")  # of routes, because paths have several spellings
+MOST = 1 << 20  # bytes in a file of keys or in a certificate
+HEALTH = frozenset({"/v2/health/live", "/v2/health/ready"})  # for probes, which know neither a key nor a name
+# What a browser needs before a person can type a key: the page, its documentation, and their files.
+PAGES = re.compile(r"/|/(page|docs)(/.*)?|/openapi\.json")  # matches routes, because paths have several spellings
 METHODS = "GET, POST"
-SENT = f"Authorization, Content-Type, {HEADER}, traceparent, tracestate, X-API-Key, X-Request-Id"  # by web pages
-SHOWN = f"{HEADER}, Retry-After, X-Request-Id"  # to web pages, besides the answer
-FOR_SECONDS = "600"  # that a browser remembers what is allowed
+SENT = f"Authorization, Content-Type, {HEADER}, traceparent, tracestate, X-API-Key, X-Request-Id"  # by pages
+SHOWN = f"{HEADER}, Retry-After, X-Request-Id"  # to pages, besides the answer
+FOR_SECONDS = "600"  # for which a browser remembers what is allowed
 _KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:\d{1,5})?|[a-z][a-z0-9+.-]*://\[[0-9a-f:.]+\](:\d{1,5})?")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Keys:
-    """API keys, of which only digests are kept."""
+    """API keys; only their digests are kept."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in keys]
         assert self._digests
 
     def require(self, sent: Mapping[str, str]) -> None:
-        """Raise UnauthorizedError unless the headers, or the metadata of a gRPC call, have a key."""
+        """Raise UnauthorizedError unless the headers, or a gRPC call's metadata, have a key."""
         scheme, _, bearer = sent.get("authorization", "").partition(" ")
         given = [bearer.strip()] if scheme.lower() == "bearer" else []
         if "x-api-key" in sent:
             given.append(sent["x-api-key"])
-        # All are compared, whichever is right: the time taken says nothing.
+        # All are compared, whichever is right, so that the time taken reveals nothing.
         fitting = [hmac.compare_digest(_digest(key), each) for key in given for each in self._digests]
         if not any(fitting):
             what = "not one of the server's" if given else "required"
@@ -58,7 +58,7 @@ def _digest(key: str) -> bytes:
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str] = os.environ) -> Keys | None:
-    """The keys of a file and of the environment; None: neither is given."""
+    """Read the keys in a file and in the environment; None if neither is given."""
     keys = _keys_in(file) if file is not None else []
     if KEY in environment:
         keys.append(_checked(environment[KEY], KEY))
@@ -81,7 +81,7 @@ def _keys_in(file: Path) -> list[str]:
 
 
 def _checked(key: str, where: str) -> str:
-    """The key, unless it is a bad one; no message shows it."""
+    """Return a key unless it is a bad one; no message shows it."""
     if len(key) < SHORTEST:
         raise ConfigError(f"{where}: a key of {len(key)} characters; expected at least {SHORTEST}")
     if not _KEY.fullmatch(key):
@@ -90,7 +90,7 @@ def _checked(key: str, where: str) -> str:
 
 
 def private(file: Path, option: str) -> bytes:
-    """The content of a file that only its owner and group may read, as a Secret of Kubernetes is mounted."""
+    """Read a file that only its owner and group may read, as Kubernetes mounts a Secret."""
     try:
         with file.open("rb") as opened:
             if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & stat.S_IRWXO:
@@ -105,14 +105,14 @@ def private(file: Path, option: str) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What is required of a request before it is answered."""
+    """The requirements that a request must meet to be answered."""
 
     keys: Keys | None = None  # None: no key is required
     hosts: frozenset[str] | None = None  # names in lower case, without a port; None: any
-    origins: frozenset[str] = frozenset()  # of web pages elsewhere; "*": any
+    origins: frozenset[str] = frozenset()  # web pages elsewhere; "*": any
 
     def guard(self, app: web.Application) -> None:
-        """Require it of the requests of an application, within the middlewares that it has so far."""
+        """Guard an application's requests, inside the middlewares that it has so far."""
         app.middlewares.append(self._guarded())
         if self.origins:
             app.on_response_prepare.append(self._shown_to_pages)
@@ -136,7 +136,7 @@ class Access:
         return guarded
 
     def require(self, headers: Mapping[str, str]) -> None:
-        """Raise a refusal unless a request that no web page sends may be answered."""
+        """Raise a refusal unless a request that does not come from a web page may be answered."""
         self._require_host(headers.get("Host"))
         if self.keys is not None:
             self.keys.require(headers)
@@ -144,19 +144,19 @@ class Access:
     def _require_host(self, host: str | None) -> None:
         """Refuse a name that is not the server's.
 
-        A web page can lead its own name to 127.0.0.1 after it was loaded (DNS rebinding). For the browser, a server
-        there is then part of that page. It still sends the page's name.
+        A web page can point its own name to 127.0.0.1 after it was loaded (DNS rebinding). For the browser, a server
+        there is then part of that page, but the browser still sends the page's name.
         """
-        if self.hosts is None or host is None:  # browsers always send it
+        if self.hosts is None or host is None:  # browsers always send one
             return
         name = host_name(host)
         if name not in self.hosts and not (is_loopback(name) and "localhost" in self.hosts):
             raise ForbiddenError(f"Host: this server is not '{host[:80]}'; --allowed-host names further ones")
 
     def _require_origin(self, request: web.Request, origin: str) -> None:
-        """Refuse requests that change or compute something for a page that was loaded from elsewhere.
+        """Refuse requests that change or compute something for a page from elsewhere.
 
-        A browser sends them without asking first, and hides only the answer.
+        A browser sends them without asking first, and only hides the answer.
         """
         is_own = origin.partition("://")[2] == request.headers.get("Host")
         is_harmless = request.method in ("GET", "HEAD")
@@ -167,7 +167,7 @@ class Access:
         return "*" in self.origins or origin in self.origins
 
     async def _shown_to_pages(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Let web pages of the allowed origins read an answer; they cannot send cookies or certificates with it."""
+        """Let web pages of allowed origins read an answer; their requests carry no cookies or certificates."""
         origin = request.headers.get("Origin")
         if "*" not in self.origins:
             response.headers.add("Vary", "Origin")
@@ -180,7 +180,7 @@ OPEN = Access()
 
 
 def route_of(request: web.Request) -> str:
-    """The pattern of the address, such as /v2/models/{model}; empty if there is no such address or method."""
+    """The pattern of a request's address, such as /v2/models/{model}; empty for an unknown address or method."""
     resource = request.match_info.route.resource
     return "" if resource is None else resource.canonical
 
@@ -200,7 +200,7 @@ def host_name(host: str) -> str:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether it is this machine in every browser; such names need no name server, so that no page can claim them."""
+    """Whether a name means this machine in every browser: it needs no name server, so that no page can claim it."""
     if name == "localhost":
         return True
     try:
@@ -210,7 +210,7 @@ def is_loopback(name: str) -> bool:
 
 
 def from_options(options: AccessOptions, *, host: str) -> Access:
-    """What the options require of requests to a server that listens on `host`; ConfigError for a mistake in them."""
+    """The requirements that the options set for a server that listens on `host`; ConfigError for a mistake in them."""
     for origin in options.cors_origin:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(

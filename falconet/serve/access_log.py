@@ -14,13 +14,13 @@ from falconet.serve.records import LONGEST, Record
 STDOUT = Path("-")
 MOST_WAITING = 10_000  # lines; further ones are lost
 MOST_AT_ONCE = 256  # lines in one write
-FLUSH_SECONDS = 2.0  # at the end, for what waits
+FLUSH_SECONDS = 2.0  # at the end, to write what is waiting
 # Non-blocking, because opening a pipe would wait for its reader.
 _APPENDED = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class AccessLog:
-    """Writes records to a file, which it makes anew when it was renamed or removed, or to stdout.
+    """Writes records to stdout, or to a file, which it opens again after that was renamed or removed.
 
     What a full disk or a closed pipe does not take is lost and counted; a line is written whole or not at all.
     """
@@ -32,7 +32,7 @@ class AccessLog:
         except OSError as error:
             raise ConfigError(f"--access-log: {target}: {error.strerror or error}") from error
         self._records: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
-        self._half = b""  # the rest of a line of which a full disk took the beginning
+        self._half = b""  # the rest of a line that a full disk took only the beginning of
         self.lost = 0
         self._thread = threading.Thread(target=self._write_all, name="access-log", daemon=True)
         self._thread.start()
@@ -45,7 +45,7 @@ class AccessLog:
             self.lost += 1
 
     def close(self) -> None:
-        """Write what waits, unless that takes long."""
+        """Write what is waiting, unless that takes long."""
         try:
             self._records.put(None, timeout=FLUSH_SECONDS)
         except queue.Full:
@@ -58,13 +58,13 @@ class AccessLog:
         ends = False
         while not ends:
             batch = [self._records.get()]
-            while len(batch) < MOST_AT_ONCE and not self._records.empty():  # this thread alone takes from it
+            while len(batch) < MOST_AT_ONCE and not self._records.empty():  # only this thread takes from it
                 batch.append(self._records.get())
             ends = None in batch
             self._write([line(record) for record in batch if record is not None])
 
     def _write(self, lines: list[bytes]) -> None:
-        """Write whole lines: those that do not fit are lost, but for the rest of one that was begun."""
+        """Write whole lines; those that do not fit are lost, except the rest of one that was begun."""
         with contextlib.suppress(OSError):  # the folder is gone: the old file stays
             self._follow_rotation()
         data = self._half + b"".join(lines)
@@ -96,7 +96,7 @@ def _opened(path: Path) -> int:
 
 
 def _put(handle: int, data: bytes) -> bytes:
-    """Write; returns what was not taken."""
+    """Write data and return what was not taken."""
     with contextlib.suppress(OSError):  # a full disk, a closed pipe: the next batch tries again
         while data:
             data = data[os.write(handle, data) :]
@@ -104,7 +104,7 @@ def _put(handle: int, data: bytes) -> bytes:
 
 
 def line(record: Record) -> bytes:
-    """A record as JSON; what is unknown is left out."""
+    """A record as a line of JSON, without what is unknown."""
     content: dict[str, object] = {
         "time": datetime.fromtimestamp(record.at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         "id": record.id,

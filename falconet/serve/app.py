@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what each answers."""
+"""The HTTP application: its routes and their answers."""
 
 import asyncio
 import json
@@ -20,8 +20,8 @@ from falconet.serve.refusals import RefusedError, RequestError
 from falconet.serve.repository import DECODERS, Model, Repository, require_control
 from falconet.serve.telemetry import Telemetry
 
-TOP = 5  # classes of a photo, unless the request says how many
-QUERY = frozenset({"model", "top", "version"})  # what a request with photos may have in its address
+TOP = 5  # classes per photo, unless the request says how many
+QUERY = frozenset({"model", "top", "version"})  # what the address of a request with photos may have
 
 
 class FrontEnd:
@@ -38,15 +38,15 @@ class FrontEnd:
         access: Access = OPEN,
         telemetry: Telemetry | None = None,
     ) -> None:
-        """`most_body`: bytes of a request with photos; `seconds`: until a request is late; `may_load`: by clients."""
+        """`most_body`: bytes in a request with photos; `seconds`: until one is late; `may_load`: if clients may."""
         self._access, self._telemetry = access, telemetry or Telemetry(Metrics())
         self._telemetry.metrics.watch(models=lambda: repository.models, in_flight=lambda: self._telemetry.in_flight)
         self._repository, self._memory = repository, memory
         self._most_body, self._seconds, self._may_load = most_body, seconds, may_load
-        # One long JSON at a time: numpy takes ten times its size to read it, which `memory` does not count.
+        # One long JSON at a time: numpy needs ten times its size to read it, which `memory` does not count.
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
         self._decoding = ThreadPoolExecutor(DECODERS, thread_name_prefix="decode")
-        self._unpacking = ThreadPoolExecutor(DECODERS, thread_name_prefix="upload")  # not behind all photos that wait
+        self._unpacking = ThreadPoolExecutor(DECODERS, thread_name_prefix="upload")  # not after all waiting photos
         self.is_ready = True  # until the server is asked to stop
         self._direct = Direct(repository, self._inferred, memory=memory, access=access, telemetry=self._telemetry)
 
@@ -56,13 +56,13 @@ class FrontEnd:
             threads.shutdown(wait=False)
 
     def connection(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> Connection:
-        """For a client that has connected."""
+        """Make the connection of a client."""
         return DirectConnection(server, loop, self._direct)
 
     def application(self) -> web.Application:
-        """All routes."""
+        """The application with all routes."""
         app = web.Application()
-        self._telemetry.follow(app)  # outermost, so that it sees what the others refuse
+        self._telemetry.follow(app)  # outermost, so that it also sees what the others refuse
         app.middlewares.append(_in_one_line)
         self._access.guard(app)
         app.router.add_get("/metrics", self._metrics)
@@ -190,7 +190,7 @@ def _readiness(ready: bool) -> web.Response:
 
 @web.middleware
 async def _in_one_line(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer errors as the protocol does: JSON with one line."""
+    """Answer errors as in the protocol: JSON with one line."""
     try:
         return await handler(request)
     except RefusedError as error:

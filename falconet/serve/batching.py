@@ -13,7 +13,7 @@ from falconet.infer.predictor import Execute, Lanes, Pixels, Scores
 from falconet.report.console import are
 from falconet.serve.refusals import ComputingError, LateError, OverloadedError, RefusedError
 
-Executed = Callable[[int, float], None]  # is told of each batch: its images, and the seconds that it took
+Executed = Callable[[int, float], None]  # called for each batch, with its images and the seconds it took
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,12 @@ class Policy:
     """When a batch is started, and how much may wait."""
 
     max_batch: int  # images
-    max_delay: float  # seconds that the first request of a batch waits for others when a lane is free
+    max_delay: float  # seconds that a batch's first request waits for others when a lane is free
     max_queue: int  # images
 
     @property
     def share(self) -> int:
-        """Images of one request that may wait at a time: half of the queue, or a batch if that is more."""
+        """Images of one request that may wait at once: half of the queue, or a batch if that is more."""
         return max(self.max_queue // 2, self.max_batch)
 
 
@@ -38,15 +38,15 @@ class Counts:
     images: int = 0
     executions: int = 0
     refused: int = 0
-    dropped: int = 0  # before they were answered: abandoned by their client, or late
+    dropped: int = 0  # left before they were answered: abandoned by their client, or late
     late: int = 0  # not computed before their deadline
-    failed: int = 0  # requests of executions that failed
+    failed: int = 0  # requests in executions that failed
     failed_in_a_row: int = 0  # failed executions since the last success
 
 
 @dataclass
 class Batches:
-    """Those of one size."""
+    """The batches of one size."""
 
     count: int = 0
     seconds: float = 0.0
@@ -54,24 +54,24 @@ class Batches:
 
 @dataclass(kw_only=True)
 class Spent:
-    """Where the time went, in seconds."""
+    """The time spent, in seconds."""
 
-    queued: float = 0.0  # by requests that were answered
+    queued: float = 0.0  # by answered requests
     computed: float = 0.0  # by their batches; a batch counts once for each of its requests
-    failed: float = 0.0  # by requests that were not answered, in all
-    by_size: defaultdict[int, Batches] = field(default_factory=lambda: defaultdict(Batches))  # images: batches
+    failed: float = 0.0  # by requests that were not answered, in total
+    by_size: defaultdict[int, Batches] = field(default_factory=lambda: defaultdict(Batches))  # by number of images
     last: float = 0.0  # when the last request was answered, since 1970
 
 
 class Computed(NamedTuple):
-    """The scores of a request, and where its time went."""
+    """The scores of a request, and the time that it took."""
 
     scores: Scores
     queued: float  # seconds until its batch was started
     computed: float  # seconds that the batch took
 
 
-Done = Callable[[Computed | RefusedError], None]  # is told the outcome of a request, in the event loop
+Done = Callable[[Computed | RefusedError], None]  # called with a request's outcome, in the event loop
 
 
 @dataclass(eq=False, slots=True)
@@ -80,11 +80,11 @@ class Waiting:
 
     images: Pixels
     since: float  # time of the event loop
-    done: Done | None  # None: it has an outcome, or needs none any more
+    done: Done | None  # None: it has an outcome, or no longer needs one
     alarm: asyncio.TimerHandle | None = None  # at its deadline
 
     def settle(self) -> None:
-        """Take no further outcome."""
+        """Accept no further outcome."""
         self.done = None
         if self.alarm is not None:
             self.alarm.cancel()
@@ -102,12 +102,12 @@ class Batcher:
         self._has_all = False  # whether a batch is computed by all cores
         self._threads = ThreadPoolExecutor(len(lanes.each), thread_name_prefix="lane")
         self._queue: deque[Waiting] = deque()
-        self._started: dict[int, float] = {}  # batches that are being computed: when they were started
+        self._started: dict[int, float] = {}  # when each batch in progress was started
         self.waiting = 0  # images in the queue
         self._alarm: asyncio.TimerHandle | None = None
 
     async def submit(self, images: Pixels, *, deadline: float | None = None) -> Computed:
-        """As `enqueue`, for a task; if that is cancelled, the request is dropped."""
+        """Enqueue a request and wait for its outcome; if the task is cancelled, the request is dropped."""
         answered: asyncio.Future[Computed] = asyncio.get_running_loop().create_future()
 
         def done(outcome: Computed | RefusedError) -> None:
@@ -127,7 +127,7 @@ class Batcher:
     def enqueue(self, images: Pixels, done: Done, *, deadline: float | None = None) -> Waiting:
         """Compute the scores of 1 to `max_batch` images; raise OverloadedError at once if the queue is full.
 
-        `deadline`: a time of the loop's clock, after which the request leaves the queue, and its outcome is LateError.
+        `deadline`: a time on the loop's clock, after which the request leaves the queue with LateError as its outcome.
         """
         assert 0 < len(images) <= self.policy.max_batch
         self.require_room(len(images))
@@ -141,14 +141,14 @@ class Batcher:
         return waiting
 
     def require_room(self, images: int, *, coming: int = 0) -> None:
-        """Raise OverloadedError unless so many more may wait; `coming`: images on their way to the queue."""
+        """Raise OverloadedError unless this many more images may wait; `coming`: images on their way to the queue."""
         waiting = self.waiting + coming
         if waiting + images > self.policy.max_queue:
             self.counts.refused += 1
             raise OverloadedError(f"{are(waiting, 'image')} waiting; try again later")
 
     def drop(self, waiting: Waiting) -> None:
-        """Forget a request, unless it has an outcome: its client has gone."""
+        """Forget a request whose client has gone, unless it has an outcome."""
         if waiting.done is None:
             return
         waiting.settle()
@@ -158,11 +158,11 @@ class Batcher:
             self.counts.dropped += 1
 
     def longest(self) -> float:
-        """Seconds since the oldest batch in progress was started; 0 if there is none."""
+        """Seconds since the oldest batch in progress started; 0 if there is none."""
         return asyncio.get_running_loop().time() - min(self._started.values()) if self._started else 0.0
 
     def close(self, *, wait: bool = True) -> None:
-        """Let the threads end, after the batches that they compute."""
+        """Let the threads end after their current batches."""
         if self._alarm:
             self._alarm.cancel()
         self._threads.shutdown(wait=wait)
@@ -173,7 +173,7 @@ class Batcher:
         self.drop(waiting)
         self.counts.late += 1
         self.spent.failed += waited
-        done(LateError(f"not computed within {waited:.3g} s, the time that the request had"))
+        done(LateError(f"not computed within {waited:.3g} s, the time limit of the request"))
 
     def _start_batches(self) -> None:
         """Start batches on idle lanes, or set an alarm for when the next one is due."""
@@ -192,7 +192,7 @@ class Batcher:
             self._execute(lane, batch)
 
     def _free(self) -> tuple[Execute, int] | None:
-        """The lane that may compute the first of the queue now, and how many images it should take."""
+        """The lane that may compute the head of the queue now, and how many images it should take."""
         lanes, number = self._lanes, len(self._lanes.each)
         if self._has_all:
             return None
@@ -205,7 +205,7 @@ class Batcher:
         return self._idle[-1], min(most, self.policy.max_batch)
 
     def _first(self, most: int) -> list[Waiting]:
-        """The requests that have waited longest, of up to so many images; a request is never split."""
+        """Take the requests that have waited longest, up to this many images in total; no request is split."""
         batch: list[Waiting] = []
         size = 0
         for waiting in self._queue:
@@ -229,14 +229,14 @@ class Batcher:
         loop = asyncio.get_running_loop()
         started = self._started[id(batch)] = loop.time()
 
-        def computed(done: "Future[_Timed]") -> None:  # in the lane's thread: the loop is woken once for a batch
-            with contextlib.suppress(RuntimeError):  # it has ended
+        def computed(done: "Future[_Timed]") -> None:  # in the lane's thread, so that the loop is woken once per batch
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._ended, lane, batch, started, done)
 
         self._threads.submit(_timed, lane, batch).add_done_callback(computed)
 
     def _ended(self, lane: Execute, batch: Sequence[Waiting], started: float, done: "Future[_Timed]") -> None:
-        """Let the lane go on first, and then answer."""
+        """Let the lane continue first, then answer."""
         error = done.exception()
         del self._started[id(batch)]
         self.counts.failed_in_a_row = self.counts.failed_in_a_row + 1 if error else 0
@@ -257,7 +257,7 @@ class Batcher:
         same.count, same.seconds = same.count + 1, same.seconds + seconds
         self.spent.last = time.time()
         for waiting, found in zip(batch, scores, strict=True):
-            if (answer := waiting.done) is None:  # late, or its client disconnected meanwhile
+            if (answer := waiting.done) is None:  # late, or the client has disconnected
                 self.counts.dropped += 1
                 continue
             waiting.settle()
@@ -283,7 +283,7 @@ _Timed = tuple[list[Scores], float]
 
 
 def _timed(lane: Execute, batch: Sequence[Waiting]) -> _Timed:
-    """The scores of each request, and the seconds that they took."""
+    """Compute the scores of each request, and measure the seconds that they took."""
     started = time.perf_counter()
     scores = lane([waiting.images for waiting in batch])
     return scores, time.perf_counter() - started

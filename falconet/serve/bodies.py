@@ -1,4 +1,4 @@
-"""Request bodies: received in place, within limits on time and on the memory of all of them."""
+"""Request bodies: received in place, within limits on time and on the memory of all bodies together."""
 
 import asyncio
 import contextlib
@@ -12,21 +12,21 @@ from aiohttp import web
 
 from falconet.serve.refusals import OverloadedError, RefusedError, RequestError, SlowError, TooLargeError
 
-SECONDS = 60.0  # to receive a whole body
+SECONDS = 60.0  # for receiving a whole body
 STEP = 64 << 10  # bytes; a body that is not this much further after STEP_SECONDS is slow
 STEP_SECONDS = 2.0
-LONG = 256 << 10  # bytes of a body that the system writes to its place
-PAGE = 2 << 20  # bytes that the system may allocate on the first write: a huge page
+LONG = 256 << 10  # bytes; the system writes bodies from this length on to their place
+PAGE = 2 << 20  # bytes that the system may allocate at the first write: a huge page
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-IS_EXPECTED = web.RequestKey("is_expected", bool)  # whether the client waits for CONTINUE before it sends the body
+IS_EXPECTED = web.RequestKey("is_expected", bool)  # whether the client waits for CONTINUE before sending the body
 Bytes = npt.NDArray[np.uint8]  # one dimension
 
 
 class Memory:
     """A limit on the memory of all request bodies, so that no number of clients can exhaust the machine.
 
-    If it is reached, the slowest of the bodies that are still received give way: clients that send little and hold on
-    do not keep out others.
+    When it is reached, the slowest bodies still being received give way: clients that send little and hold on do not
+    keep others out.
     """
 
     def __init__(self, most: int) -> None:
@@ -40,7 +40,7 @@ class Memory:
 
     @contextlib.contextmanager
     def reserved(self, length: int) -> Iterator["Body"]:
-        """A buffer of this many bytes; only what has been received counts against the limit."""
+        """Provide a buffer of this many bytes; only what has been received counts against the limit."""
         body = Body(length, self)
         try:
             yield body
@@ -57,7 +57,7 @@ class Memory:
             self._free += length
 
     def take(self, length: int, by: "Body | None" = None) -> None:
-        """Count so many bytes, `by` a body that grows; OverloadedError if there are not as many."""
+        """Count this many bytes, taken `by` a growing body; OverloadedError if there are not enough."""
         while length > self._free:
             slow = [body for body in self._arriving if body is not by and body.stuck > STEP_SECONDS]
             if not slow:
@@ -66,13 +66,13 @@ class Memory:
         self._free -= length
 
     def reclaim(self, body: "Body") -> None:
-        """Let a body that is received give way."""
+        """Make a body that is being received give way."""
         self._arriving.discard(body)
         self._free += body.give_way()
 
     @contextlib.contextmanager
     def may_reclaim(self, body: "Body") -> Iterator[None]:
-        """Inside the context, a body is received, and may have to give way."""
+        """Treat a body as being received within the context, where it may have to give way."""
         self._arriving.add(body)
         try:
             yield
@@ -88,12 +88,12 @@ class Body:
 
     def __init__(self, length: int, memory: Memory) -> None:
         self.length = length
-        self.bytes: Bytes = np.empty(min(length, STEP), dtype=np.uint8)  # all of it only for those that send more
+        self.bytes: Bytes = np.empty(min(length, STEP), dtype=np.uint8)  # the rest only for clients that send more
         self.received = self.counted = 0
-        self._limit: asyncio.Timeout | None = None  # on the time to receive it
+        self._limit: asyncio.Timeout | None = None  # limits the time to receive the body
         self.has_given_way = False
         self._memory = memory
-        self._moved, self._next = time.monotonic(), STEP  # when it was last not slow; bytes at which it is again
+        self._moved, self._next = time.monotonic(), STEP  # when it last grew by STEP; bytes at which it has again
         self._count(len(self.bytes))
 
     def add(self, chunk: bytes) -> None:
@@ -104,12 +104,12 @@ class Body:
         self.grow(len(chunk))
 
     def room(self) -> memoryview:
-        """Where the next bytes belong, if there are any: as many as have memory."""
+        """The memory for the next bytes, if there are any: as many as have been counted."""
         self._make_room(min(self.received + 1, self.length))
         return self.bytes.data[self.received : self.counted]
 
     def grow(self, size: int) -> None:
-        """So many bytes have been written to their place."""
+        """Note that this many bytes have been written to their place."""
         self.received += size
         if self.received >= self._next:
             self._moved, self._next = time.monotonic(), self.received + STEP
@@ -127,29 +127,29 @@ class Body:
 
     @contextlib.asynccontextmanager
     async def arriving(self) -> AsyncIterator[None]:
-        """Inside the context, it is received; TimeoutError if that takes long, or if it has to give way to others."""
+        """Let the body arrive within the context; TimeoutError if that takes long, or if it has to give way."""
         async with asyncio.timeout(SECONDS) as self._limit:
             with self._memory.may_reclaim(self):
                 yield
-            if self.has_given_way:  # as its last bytes arrived
+            if self.has_given_way:  # just as its last bytes arrived
                 raise TimeoutError
 
     @property
     def stuck(self) -> float:
-        """Seconds in which it got no further by STEP."""
+        """Seconds since the body last grew by STEP."""
         return time.monotonic() - self._moved
 
     def give_way(self) -> int:
-        """Be received no longer; returns the bytes that are free again."""
+        """Stop receiving the body; return the number of bytes set free."""
         self.has_given_way = True
         freed, self.counted = self.counted, 0
-        if self._limit is not None and not self._limit.expired():  # in this turn of the loop
+        if self._limit is not None and not self._limit.expired():  # in this same turn of the loop
             self._limit.reschedule(0)
         return freed
 
 
 def announced(request: web.Request, *, most: int, kind: str) -> int:
-    """The length of a body that may be received; `kind` is what is limited to `most` bytes, in words."""
+    """The length of a body that may be received; `kind` says in words what is limited to `most` bytes."""
     length = request.content_length
     if length is None:
         raise LengthRequiredError("Content-Length: required")
@@ -161,13 +161,13 @@ def announced(request: web.Request, *, most: int, kind: str) -> int:
 
 
 class LengthRequiredError(RequestError):
-    """How long the body is was not announced."""
+    """The request does not announce the length of its body."""
 
     status = 411
 
 
 class Wire(Protocol):
-    """The connection of a request, without encryption."""
+    """An unencrypted connection of a request."""
 
     transport: asyncio.Transport | None
 
@@ -184,11 +184,11 @@ class Wire(Protocol):
     def resume_writing(self) -> None: ...
 
 
-WIRE = web.RequestKey("wire", Wire)  # of a request whose body may be received in place
+WIRE = web.RequestKey("wire", Wire)  # for a request whose body may be received in place
 
 
 class InPlace(asyncio.BufferedProtocol):
-    """In the place of a connection, lets the system write the rest of a body to where it stays.
+    """Stands in for a connection, so that the system writes the rest of a body to its final place.
 
     Aiohttp would copy it twice more, in small pieces.
     """
@@ -205,19 +205,19 @@ class InPlace(asyncio.BufferedProtocol):
             await self._done
         finally:
             self._leave()
-            del self._done  # its error has a frame with this object: as a cycle, they would keep the body's memory
+            del self._done  # its error has a frame with this object, and such a cycle would keep the body's memory
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
         self._body.grow(nbytes)
-        if self._body.has_given_way or self._done.done():  # the request will hear of it in a later turn of the loop
+        if self._body.has_given_way or self._done.done():  # the request is told in a later turn of the loop
             self._leave()
             return
         try:
             self._room = self._body.room()
-        except (RefusedError, MemoryError) as error:  # asyncio would end the connection, and its client not know why
+        except (RefusedError, MemoryError) as error:  # asyncio would end the connection without telling the client why
             self._leave()
             self._done.set_exception(error)
             return
@@ -242,19 +242,19 @@ class InPlace(asyncio.BufferedProtocol):
 
 
 async def _received(body: Body, request: web.Request) -> None:
-    """Everything that the client sends of it."""
+    """Receive everything that the client sends of a body."""
     content, wire = request.content, request.get(WIRE)
     if wire is None or body.length < LONG:
         async for chunk in content.iter_any():
             body.add(chunk)
         return
-    while chunk := content.read_nowait():  # lets the parser go on that had paused: afterwards it holds nothing back
+    while chunk := content.read_nowait():  # lets a paused parser go on: afterwards it holds nothing back
         body.add(chunk)
     if body.received < body.length and wire.transport is not None:
         try:
             await InPlace(body, wire, wire.transport).receive()
         finally:
-            content.total_bytes = body.received  # for the record of the request
+            content.total_bytes = body.received  # for the request's record
         content.feed_eof()
 
 
@@ -263,9 +263,9 @@ async def receive(body: Body, request: web.Request) -> None:
     begun = time.monotonic()
     try:
         async with body.arriving():
-            if request.get(IS_EXPECTED):  # not before now: the request might have been refused
+            if request.get(IS_EXPECTED):  # not earlier: the request might have been refused
                 await request.writer.write(CONTINUE)
-                request.writer.output_size = 0  # of the answer
+                request.writer.output_size = 0  # counts the answer
             await _received(body, request)
     except TimeoutError:
         so_far = f"received only {body.received:,} of {body.length:,} bytes in {time.monotonic() - begun:.3g} s"

@@ -1,4 +1,4 @@
-"""Photos of a request: decoded in threads, computed with those of other requests, and answered by class names."""
+"""Classifies a request's photos: decoded in threads, computed with other requests', and answered by class names."""
 
 import asyncio
 import time
@@ -19,19 +19,19 @@ from falconet.serve.repository import DECODERS, Model
 from falconet.serve.uploads import Upload
 
 NOT_FINITE = "the model's scores for it are not finite"
-AHEAD = 2 * DECODERS  # photos of one request at the threads at once: those of others come in between
+AHEAD = 2 * DECODERS  # photos of one request that the threads have at once; other requests' come in between
 _T = TypeVar("_T")
 
 
 class Read(NamedTuple):
-    """A photo of a request as the model takes it."""
+    """A photo as the model takes it."""
 
     pixels: Pixels | None  # S x S x 3
     problem: str  # why it could not be read
 
 
 async def classify(model: Model, photos: Sequence[Upload], *, top: int, threads: Executor) -> dict[str, Any]:
-    """The answer to a request as JSON has it; RequestError if none of its photos can be read."""
+    """The answer to a request, for JSON; RequestError if none of its photos can be read."""
     begun = time.perf_counter()
     with model.decoding(len(photos)):
         read = await _read(model, photos, threads)
@@ -79,7 +79,7 @@ async def _read(model: Model, photos: Sequence[Upload], threads: Executor) -> li
 
 
 async def _together(parts: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """What all of them return; if one fails, the others leave their queue."""
+    """Wait for all parts and return their results; if one fails, the others leave their queue."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         return await asyncio.gather(*tasks)
@@ -91,7 +91,7 @@ async def _together(parts: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
 def _predictions(
     model: Model, photos: Sequence[Upload], read: Sequence[Read], computed: Sequence[Computed], *, top: int
 ) -> list[dict[str, object]]:
-    """One object for each photo, in their order."""
+    """An object for each photo, in order."""
     about = model.served
     several = about.activation == "sigmoid"
     rows = iter(row for part in computed for row in part.scores)

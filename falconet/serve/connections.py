@@ -26,20 +26,20 @@ from falconet.serve.records import CURRENT
 from falconet.serve.refusals import ComputingError, RefusedError
 from falconet.serve.telemetry import ID, Telemetry
 
-IDLE_SECONDS = 75.0  # to receive a request line and headers; aiohttp's default is an hour
-ANSWER_SECONDS = 60.0  # for a client to take what was sent to it
+IDLE_SECONDS = 75.0  # for receiving a request line and headers; aiohttp's default is an hour
+ANSWER_SECONDS = 60.0  # for a client to take what was sent
 HANDSHAKE_SECONDS = 10.0  # for a client to agree on TLS
-GRACE_SECONDS = 1.0  # for a handshake to end when the server stops, and for a client to agree to the end of TLS
-LINGER_SECONDS = 2.0  # to read on after a refusal: a client that is still sending would get a reset instead of it
-RETRY_SECONDS = 0.1  # between a failed accept and the next
-GLANCE_SECONDS = 0.01  # between two looks at the connections while they are drained
-LOOKS = 10  # turns of the loop in which everything that was sent before a request to stop is read
+GRACE_SECONDS = 1.0  # for a handshake to end when the server stops, and for a client to confirm the end of TLS
+LINGER_SECONDS = 2.0  # to keep reading after a refusal: a client that is still sending would get a reset instead
+RETRY_SECONDS = 0.1  # between a failed accept and the next try
+GLANCE_SECONDS = 0.01  # between checks of the connections while they are drained
+LOOKS = 10  # turns of the loop that read everything sent before a request to stop
 AT_ONCE = struct.pack("ii", True, 0)  # seconds to linger
 READ_AHEAD = 1 << 20  # bytes buffered per connection
-LONGEST = 200  # characters of an error
+LONGEST = 200  # characters in an error
 INTERNAL = "internal error, which the server has logged"
-SOFTWARE = "falconet"  # what answers say of the server; versions would tell an attacker what to try
-Drain = Callable[[], Coroutine[None, None, int]]  # finishes requests in progress; returns how many were cut
+SOFTWARE = "falconet"  # the name in answers; versions would tell an attacker what to try
+Drain = Callable[[], Coroutine[None, None, int]]  # finishes requests in progress, and returns how many were cut
 LOG = logging.getLogger("falconet.serve")  # failures of the server; bad requests are answered, not logged
 
 
@@ -51,7 +51,7 @@ class Address:
     port: int
 
     def open(self) -> socket.socket:
-        """Open a listening socket, or raise a one-line error."""
+        """Open a listening socket; ConfigError, in one line, if that fails."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             return socket.create_server((self.host, self.port), family=family, backlog=128)
@@ -66,7 +66,7 @@ class Address:
 
 
 class Answering(Protocol):
-    """What answers the requests of a connection."""
+    """Answers the requests of connections."""
 
     is_ready: bool
 
@@ -78,19 +78,19 @@ class Answering(Protocol):
 
 
 def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    """An error as the protocol has it: JSON with one printable line."""
+    """An error as in the protocol: JSON with one printable line."""
     return web.json_response({"error": printable(reason)}, status=status, headers=headers)
 
 
 def log_failure(error: RefusedError) -> None:
-    """Log a fault of the server; what its clients do wrong is only answered."""
+    """Log a failure of the server; clients' mistakes are only answered."""
     if isinstance(error, ComputingError):
         is_short = error.__cause__ is not None and memory_shortage(error.__cause__) is not None
         LOG.error("%s", error, exc_info=None if is_short else error)
 
 
 class Connection(web.RequestHandler):
-    """A client's connection, whose errors are JSON, also those before there is a request."""
+    """A client's connection, whose errors are JSON, even those before there is a request."""
 
     def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, telemetry: Telemetry) -> None:
         super().__init__(
@@ -104,17 +104,17 @@ class Connection(web.RequestHandler):
             auto_decompress=False,
         )
         self.is_draining = False
-        self._is_torn = False  # whether a body was not received to its end, so that no request can follow
+        self._is_torn = False  # whether a body was cut short, so that no request can follow
         self._telemetry = telemetry
         self._made, self._request_factory = self._request_factory, self._request
         self._clock = loop
-        self._wire: asyncio.Transport | None = None  # aiohttp forgets its own while the last bytes are still sent
+        self._wire: asyncio.Transport | None = None  # aiohttp forgets its own while the last bytes are still being sent
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._wire = transport
-        # So that `pause_writing` reports the first byte that is not taken; at 0, TLS would report also none.
+        # So that `pause_writing` reports the first byte that is not taken; at 0, TLS would report none as well.
         transport.set_write_buffer_limits(0 if transport.get_extra_info("sslcontext") is None else 1, 0)
         super().connection_made(transport)
 
@@ -133,9 +133,9 @@ class Connection(web.RequestHandler):
         self._unread.cancel()
 
     def _request(self, message: RawRequestMessage, *others: Any) -> web.BaseRequest:
-        """A request whose client is not invited to send the body before it is needed.
+        """Make a request whose client is not asked for the body before it is needed.
 
-        Aiohttp would do so before it looks at a key, an address or a length, and the client would send it for nothing.
+        Aiohttp would ask before it looks at a key, an address or a length, and the client would send it for nothing.
         """
         assert self._made is not None
         expected = message.headers.get(hdrs.EXPECT, "").lower() == "100-continue" and message.version == HttpVersion11
@@ -153,7 +153,7 @@ class Connection(web.RequestHandler):
         self._is_torn = True
 
     def step_back(self) -> None:
-        """The parser still waits for what it has not seen: another one takes its place."""
+        """Expect a new request, with a new parser: the old one still waits for what it has not seen."""
         self._is_torn = False
         self._parser = HttpRequestParser(
             self,
@@ -169,13 +169,13 @@ class Connection(web.RequestHandler):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for the headers of a request; the same test that aiohttp applies before it times out."""
+        """Whether the connection waits for a request's headers, by the test that aiohttp's own timeout uses."""
         return self._waiter is not None and not self._waiter.done()
 
     def cut(self) -> None:
-        """Reset it: the system, too, forgets what it has not sent."""
+        """Reset the connection, so that the system, too, drops what it has not sent."""
         if self._wire is not None:
-            with contextlib.suppress(OSError):  # it is closed already
+            with contextlib.suppress(OSError):  # it is already closed
                 self._wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
             self._wire.abort()
 
@@ -186,7 +186,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is not HTTP, or a failure of the server, which is logged."""
+        """Answer what is not HTTP; answer a failure of the server, and log it."""
         if isinstance(exc, ConnectionError):  # the client has gone
             raise exc
         if status >= 500:
@@ -207,29 +207,29 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send an answer; while draining, the last one of the connection says so."""
+        """Send an answer; while draining, the connection's last one says so."""
         if isinstance(resp, web.HTTPException):  # from the router: unknown path or method
             allowed = {"Allow": resp.headers["Allow"]} if "Allow" in resp.headers else {}
             expected = "".join(f"; expected {methods.replace(',', ' or ')}" for methods in allowed.values())
             asked = f"{request.method} {request.path[:80]}"
             resp = refusal(resp.status, f"{asked}: {resp.reason.lower()}{expected}", allowed)
-        if CURRENT.get() is None:  # refused before the application got it
+        if CURRENT.get() is None:  # refused before it reached the application
             assert isinstance(resp, web.Response)
             error = json.loads(resp.text or "{}")["error"]
             record = self._telemetry.refused(
                 client=request.remote or "", status=resp.status, error=error, bytes_out=resp.content_length or 0
             )
             resp.headers[ID] = record.id
-        resp.headers[hdrs.SERVER] = SOFTWARE  # else aiohttp's version and Python's
-        is_last = self._is_torn or resp.headers.get(hdrs.CONNECTION) == "close"  # which aiohttp would only send
-        # Draining, requests that were sent without waiting for this answer are still answered.
+        resp.headers[hdrs.SERVER] = SOFTWARE  # otherwise aiohttp's and Python's versions
+        is_last = self._is_torn or resp.headers.get(hdrs.CONNECTION) == "close"  # aiohttp would send it, but not close
+        # While draining, requests that were sent without waiting for this answer are still answered.
         if is_last or (self.is_draining and not self._messages):
             resp.force_close()
         return await super().finish_response(request, resp, start_time)
 
 
 def _first_line(message: str | None) -> str:
-    """Aiohttp's reason; below it are the bytes that were sent and an arrow."""
+    """The first line of aiohttp's message, its reason; the sent bytes and an arrow follow."""
     return (message or "").strip().partition("\n")[0].rstrip(":")[:LONGEST]
 
 
@@ -251,7 +251,7 @@ async def serve(
 ) -> Stopped:
     """Serve until a signal, then finish requests in progress; the code is 130 after Ctrl-C, else 0.
 
-    `drains`: of servers beside this one, which finish their requests meanwhile, and return how many they cut.
+    `drains`: functions that meanwhile finish the requests of other servers, and return how many were cut.
     """
     loop = asyncio.get_running_loop()
     asked: asyncio.Future[signal.Signals] = loop.create_future()
@@ -262,14 +262,14 @@ async def serve(
         exits.forget_lost_terminal()
         if not asked.done():
             asked.set_result(number)
-        elif number != signal.SIGHUP:  # which the system sends, and then the shell
+        elif number != signal.SIGHUP:  # which both the system and the shell send
             task.cancel()  # the second signal stops at once
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # else `nohup`
+        if signal.getsignal(number) is not signal.SIG_IGN:  # otherwise `nohup` is in use
             loop.add_signal_handler(number, stop, number)
     async with answering(front, listening, drain_seconds=drain_seconds, tls=tls) as cut:
-        started()  # not before a signal would be handled
+        started()  # not before signals are handled
         reason = await asked
         draining = [loop.create_task(drain()) for drain in drains]
     others = await asyncio.gather(*draining)
@@ -280,9 +280,9 @@ async def serve(
 async def answering(
     front: Answering, listening: socket.socket, *, drain_seconds: float, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[list[int]]:
-    """Inside the context, answer requests; on exit, finish those in progress.
+    """Answer requests within the context; on exit, finish those in progress.
 
-    The yielded list is empty until the exit; then it has the number of requests that were cut.
+    The yielded list is empty until the exit, and then has the number of requests that were cut.
     """
     cut: list[int] = []
     runner = web.AppRunner(front.application(), shutdown_timeout=0, handler_cancellation=True)  # of a lost client's
@@ -301,7 +301,7 @@ async def answering(
     def opened(task: asyncio.Task[object]) -> None:
         connecting.discard(task)
         if not task.cancelled() and not isinstance(error := task.exception(), OSError | None):
-            raise error  # an OSError is a client that does not speak TLS, or has gone meanwhile
+            raise error  # an OSError means a client that does not speak TLS, or has gone
 
     def connections() -> list[Connection]:
         return [one for one in server.connections if isinstance(one, Connection)]
@@ -316,9 +316,9 @@ async def answering(
     finally:
         await asyncio.sleep(0)  # let the last connection start
         for task in connecting if tls else ():
-            task.cancel()  # a handshake that does not end
+            task.cancel()  # a handshake that never ends
         if connecting:
-            await asyncio.wait(connecting)  # otherwise they would never be closed
+            await asyncio.wait(connecting)  # otherwise the connections would never be closed
         for one in connections():
             one.cut()
         await runner.cleanup()
@@ -334,13 +334,13 @@ def _encryption(tls: ssl.SSLContext | None) -> dict[str, Any]:
 async def _drained(
     connections: Callable[[], list[Connection]], connecting: Set[asyncio.Task[object]], *, until: float
 ) -> int:
-    """Let requests in progress finish until a time of the loop's clock; returns how many did not."""
+    """Let requests in progress finish until a time on the loop's clock; return how many did not."""
     for one in connections():
         one.is_draining = True
     for _ in range(LOOKS):
         await asyncio.sleep(GLANCE_SECONDS)
     now = asyncio.get_running_loop().time
-    agreed = now() + GRACE_SECONDS  # by then, handshakes in progress have ended, or never will
+    agreed = now() + GRACE_SECONDS  # by then, handshakes in progress have ended or never will
     while ((left := connections()) or (connecting and now() < agreed)) and now() < until:
         for one in left:
             one.is_draining = True
@@ -352,9 +352,9 @@ async def _drained(
 
 @contextlib.contextmanager
 def _accepting(listening: socket.socket, take: Callable[[socket.socket], None]) -> Iterator[None]:
-    """Inside the context, take new connections; at its end, refuse further ones.
+    """Take new connections within the context, and refuse further ones at its end.
 
-    The loop's `sock_accept` would not do: cancelled as a connection arrives, it loses it and prints a traceback.
+    The loop's `sock_accept` would not do: if cancelled as a connection arrives, it loses it and prints a traceback.
     """
     loop = asyncio.get_running_loop()
     later: list[asyncio.TimerHandle] = []
@@ -376,7 +376,7 @@ def _accepting(listening: socket.socket, take: Callable[[socket.socket], None]) 
     try:
         yield
     finally:
-        while accept():  # clients whose connection the system has made already
+        while accept():  # clients whose connections the system has already made
             pass
         loop.remove_reader(listening)
         for handle in later:

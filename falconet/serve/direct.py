@@ -1,7 +1,7 @@
-"""Direct answers: inference requests that have nothing unusual about them, without the layers of aiohttp.
+"""Answers usual inference requests directly, without the layers of aiohttp.
 
-Its requests, router, middlewares and responses take as long as all else that Python does for an answer. What is unusual
-is left to them, also what is refused before its body is read: aiohttp has parsed it, and nothing of it is consumed.
+Aiohttp's requests, router, middlewares and responses take as long as all else that Python does for an answer. They get
+unusual requests and those refused before their body is read: aiohttp has parsed them, and nothing is consumed.
 """
 
 import asyncio
@@ -35,29 +35,27 @@ from falconet.serve.refusals import RefusedError
 from falconet.serve.repository import Model, Repository
 from falconet.serve.telemetry import GONE, ID, Telemetry, request_id
 
-# Computes the answer to a body, of which the value of HEADER says how long its JSON is; its body and headers.
+# Computes the body and headers of the answer to a body; the value of HEADER gives the length of its JSON.
 Infer = Callable[[Model, memoryview, str], Awaitable[tuple[bytes, Mapping[str, str]]]]
-SOON_SECONDS = (
-    1.0  # for the body of a request to arrive; slower ones are aiohttp's, and have the time that it gives them
-)
+SOON_SECONDS = 1.0  # for a request's body to arrive; slower ones are left to aiohttp, with the time that it gives them
 _PATH = re.compile(r"/v2/models/([\w.-]+)(?:/versions/([\w.-]+))?/infer", re.ASCII)
 _ROUTE, _VERSIONED = "/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"
 _UNUSUAL = (hdrs.ORIGIN, hdrs.EXPECT, hdrs.CONTENT_ENCODING)
-_JSON = {"Content-Type": "application/json; charset=utf-8"}  # of refusals
+_JSON = {"Content-Type": "application/json; charset=utf-8"}  # for refusals
 
 
 class Request(NamedTuple):
-    """A request whose headers were received."""
+    """A request whose headers have been received."""
 
     path: str
-    name: str  # of its model
+    name: str  # the model's
     version: str
-    json_length: str  # as the client has it
+    json_length: str  # as the client sent it
     record: Record
 
 
 class Direct:
-    """Answers inference requests with a binary tensor as the application would."""
+    """Answers inference requests that have a binary tensor, as the application would."""
 
     def __init__(
         self, repository: Repository, infer: Infer, *, memory: Memory, access: Access, telemetry: Telemetry
@@ -66,7 +64,7 @@ class Direct:
         self._access, self.telemetry = access, telemetry
 
     def begin(self, message: object, client: str) -> Request | None:
-        """The request that has these headers, if it is to be answered here; `client` is an address."""
+        """The request with these headers, if it is to be answered directly; `client` is an address."""
         if not isinstance(message, RawRequestMessage) or message.method != "POST":
             return None
         found, headers = _PATH.fullmatch(message.path), message.headers
@@ -94,7 +92,7 @@ class Direct:
         return Request(message.path, name, version, json_length, record)
 
     async def answer(self, request: Request, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
-        """The status, headers and body of the answer to a request that has arrived whole."""
+        """The status, headers and body of the answer to a request that has fully arrived."""
         record = request.record
         with self.telemetry.following(record):
             record.bytes_in = len(body)
@@ -117,7 +115,7 @@ class Direct:
             return await self._infer(model, memoryview(body), request.json_length)
 
     def forget(self, request: Request, received: int) -> None:
-        """The client has disconnected before its request was looked at."""
+        """Record that a client disconnected before its request was looked at."""
         with self.telemetry.following(request.record) as record:
             record.status, record.reason, record.bytes_in = GONE, "client_gone", received
 
@@ -125,20 +123,20 @@ class Direct:
 class DirectConnection(Connection):
     """A connection on which usual requests are answered directly, and all others by aiohttp.
 
-    While aiohttp's waiter is held back, aiohttp parses and queues requests, and takes the connection for busy.
+    While its waiter is held back, aiohttp parses and queues requests, and considers the connection busy.
     """
 
     def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, direct: Direct) -> None:
         super().__init__(server, loop, direct.telemetry)
         self._direct = direct
         self._held: asyncio.Future[None] | None = None  # aiohttp's waiter
-        self._begun: Request | None = None  # the first in the queue, until its body has arrived
-        self._slow: asyncio.TimerHandle | None = None  # for that
+        self._begun: Request | None = None  # the first request in the queue, until its body has arrived
+        self._slow: asyncio.TimerHandle | None = None  # limits the wait for that body
         self._answering: asyncio.Task[None] | None = None
         self._is_last = False  # whether the answer in progress ends the connection
 
     def data_received(self, data: bytes) -> None:
-        """Data is empty where aiohttp lets its parser go on after a pause."""
+        """Take data, which is empty when aiohttp lets its parser go on after a pause."""
         if data and self._held is None and self.is_idle:
             self._held, self._waiter = self._waiter, None
         super().data_received(data)
@@ -146,7 +144,7 @@ class DirectConnection(Connection):
             self._proceed()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        if self._reading_paused:  # else aiohttp would call its parser for nothing, twice for each request
+        if self._reading_paused:  # otherwise aiohttp would call its parser for nothing, twice per request
             super().resume_reading(resume_parser)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -158,7 +156,7 @@ class DirectConnection(Connection):
         super().connection_lost(exc)
 
     def _proceed(self) -> None:
-        """Answer the first request in the queue if it is a usual one that has arrived; else let aiohttp."""
+        """Answer the first request in the queue if it is a usual one that has arrived; else leave it to aiohttp."""
         if self._begun is None and self._messages and not (self.is_draining or self.writing_paused):
             client = self.peername[0] if isinstance(self.peername, tuple) else ""
             self._begun = self._direct.begin(self._messages[0][0], client)
@@ -178,7 +176,7 @@ class DirectConnection(Connection):
             self._slow = self._clock.call_later(SOON_SECONDS, self._let_aiohttp)
 
     def _leave(self) -> Request:
-        """Wait for its body no longer."""
+        """Stop waiting for the begun request's body."""
         request, self._begun = self._begun, None
         assert request is not None
         if self._slow is not None:
@@ -187,7 +185,7 @@ class DirectConnection(Connection):
         return request
 
     def _let_aiohttp(self) -> None:
-        """Let aiohttp go on with what is in the queue, if anything: nothing of it was consumed."""
+        """Let aiohttp go on with the queue, if there is one: nothing of it has been consumed."""
         if self._begun is not None:
             self._leave()
         waiter, self._held = self._held, None
@@ -201,7 +199,7 @@ class DirectConnection(Connection):
         self._send(status, headers, answer)
 
     def _send(self, status: int, headers: Mapping[str, str], answer: bytes) -> None:
-        if self.is_draining and not self._messages:  # requests that were sent without waiting for this answer
+        if self.is_draining and not self._messages:  # the queue has requests sent without waiting for this answer
             headers, self._is_last = {**headers, "Connection": "close"}, True
         if self.transport is not None:
             self.transport.write(written(status, headers, answer))
@@ -209,7 +207,7 @@ class DirectConnection(Connection):
     def _ended(self, request: Request, received: int, done: "asyncio.Task[None]") -> None:
         self._answering = None
         if done.cancelled():  # the client has gone
-            if request.record.status != GONE:  # before the task began
+            if request.record.status != GONE:  # it went before the task began
                 self._direct.forget(request, received)
             return
         if (error := done.exception()) is not None:
@@ -231,7 +229,7 @@ def _error(reason: str) -> bytes:
 
 
 def written(status: int, headers: Mapping[str, str], body: bytes) -> bytes:
-    """A response as it is sent."""
+    """The bytes of a response."""
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{lines}Content-Length: {len(body)}\r\n"

@@ -14,7 +14,7 @@ from falconet.serve.refusals import UnauthorizedError
 from falconet.serve.telemetry import ID, Telemetry, request_id
 from falconet.serve.tls import Identity
 
-HEALTH = frozenset(  # asked by probes, which know no key
+HEALTH = frozenset(  # for probes, which know no key
     {
         "/inference.GRPCInferenceService/ServerLive",
         "/inference.GRPCInferenceService/ServerReady",
@@ -26,14 +26,14 @@ Behaviour = Callable[[Any, Any], Awaitable[Any]]  # what a call does with its re
 
 
 def credentials(identity: Identity) -> grpc.ServerCredentials:
-    """What gRPC encrypts with."""
+    """The credentials with which gRPC encrypts."""
     return grpc.ssl_server_credentials([(identity.key, identity.certificate)])
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Requires a key of each call, if there are keys, and follows it to its end.
+    """Requires a key of each call, if there are keys, and follows the call to its end.
 
-    It expects methods that take a stream and are coroutines, which is how all of the service are declared.
+    It expects methods that take a stream and are coroutines, as all methods of the service are declared.
     """
 
     def __init__(self, keys: Keys | None, telemetry: Telemetry) -> None:
@@ -72,7 +72,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
                 try:
                     answer = await behaviour(request, context)
                     record.status = "OK"
-                    if isinstance(answer, bytes):  # else a stream, which notes what it sends
+                    if isinstance(answer, bytes):  # otherwise a stream, which notes what it sends
                         record.bytes_out = len(answer)
                     return answer
                 except grpc.aio.AbortError:
@@ -88,7 +88,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
 
 def _refusing(error: UnauthorizedError) -> Behaviour:
     async def refuse(_: Any, context: Any) -> None:
-        records.note_refusal(error)  # by the word that HTTP has for it, too
+        records.note_refusal(error)  # with the same word as over HTTP
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, printable(str(error)))
 
     return refuse

@@ -17,16 +17,16 @@ from falconet.serve.protocol import INPUT, OUTPUT, Asked, Served
 from falconet.serve.refusals import RefusedError, RequestError, TooLargeError
 
 SERVICE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
-MOST_FIELDS = 100  # of a request: a message of empty inputs takes 43 times its size when it is read
-MOST_TYPED = protocol.MOST_JSON  # bytes of a request whose images are a list of numbers
+MOST_FIELDS = 100  # per request: a message of empty inputs takes 43 times its size when it is read
+MOST_TYPED = protocol.MOST_JSON  # bytes in a request whose images are a list of numbers
 RAW = 7  # the number of ModelInferRequest.raw_input_contents
 VARINT, EIGHT, COUNTED, FOUR = 0, 1, 2, 5  # how a field is written
-_CONTENTS = "uint_contents"  # of a tensor of bytes
+_CONTENTS = "uint_contents"  # the field for a tensor of bytes
 
 
 @functools.cache
 def _pool() -> descriptor_pool.DescriptorPool:
-    """A pool of our own: the official client has the same names in the process's pool."""
+    """A descriptor pool of our own: the official client has the same names in the process's pool."""
     pool = descriptor_pool.DescriptorPool()
     for file in FileDescriptorSet.FromString(descriptors.read()).file:
         pool.Add(file)
@@ -46,7 +46,7 @@ def request_of(service: str, method: str) -> Any:
 
 
 def parsed(kind: Any, body: bytes, *, most: int = json_body.MOST_REST) -> Any:
-    """The message in these bytes."""
+    """Parse a message."""
     if len(body) > most:
         raise TooLargeError(f"the request has {len(body):,} bytes without raw tensors, expected at most {most:,}")
     try:
@@ -59,7 +59,7 @@ class Split(NamedTuple):
     """A ModelInferRequest in two parts."""
 
     rest: bytes  # without raw tensors
-    raw: list[memoryview]  # those: views, where protobuf would copy them twice
+    raw: list[memoryview]  # the raw tensors, as views: protobuf would copy them twice
 
 
 def split(body: bytes) -> Split:
@@ -80,7 +80,7 @@ def read_message(sent: Split) -> Any:
 
 
 def id_of(body: bytes) -> str:
-    """What a request that was refused is called, if that can be read."""
+    """The id of a refused request, if it can be read."""
     try:
         return str(read_message(split(body)).id)
     except RefusedError:
@@ -88,7 +88,7 @@ def id_of(body: bytes) -> str:
 
 
 def _fields(body: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """The number of each field that is written in these bytes, and where it, its value and its end are."""
+    """The number of each field in a message, and where the field, its value and its end are."""
     at = 0
     for _ in range(MOST_FIELDS):
         if at == len(body):
@@ -113,7 +113,7 @@ def _fields(body: bytes) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """A number of 7 bits a byte, and where it ends."""
+    """A varint, with 7 bits per byte, and where it ends."""
     found = 0
     for shift in range(0, 70, 7):
         if at == len(body):
@@ -126,7 +126,7 @@ def _varint(body: bytes, at: int) -> tuple[int, int]:
 
 
 def read_request(request: Any, raw: list[memoryview], served: Served) -> Asked:
-    """What a request asks for."""
+    """Read what a request asks for."""
     if len(request.inputs) != 1:
         raise RequestError(f"inputs: got {len(request.inputs)}, expected only {INPUT}")
     (tensor,) = request.inputs
@@ -176,13 +176,13 @@ def _classes(outputs: Any) -> int:
 
 
 def _values(parameters: Mapping[str, Any]) -> dict[str, object]:
-    """What each parameter is set to, of any type."""
+    """The parameters' values, of any type."""
     chosen = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
     return {name: getattr(parameters[name], choice) if choice else None for name, choice in chosen.items()}
 
 
 def write_answer(scores: Scores, asked: Asked, served: Served) -> Any:
-    """A ModelInferResponse."""
+    """The answer as a ModelInferResponse."""
     answer = message("ModelInferResponse")(model_name=served.name, model_version=served.version, id=asked.id or "")
     tensor = protocol.output_tensor(scores, asked, served)
     answer.outputs.add(name=OUTPUT, datatype=tensor.datatype, shape=tensor.shape)

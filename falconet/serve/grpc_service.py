@@ -1,4 +1,4 @@
-"""The gRPC server: the Open Inference Protocol's methods, and health checks, in the event loop of the HTTP server."""
+"""The gRPC server: the Open Inference Protocol's methods and health checks, in the HTTP server's event loop."""
 
 import asyncio
 import contextlib
@@ -26,21 +26,21 @@ from falconet.serve.refusals import (
 )
 from falconet.serve.repository import Repository, require_control
 
-AT_ONCE = 4 << 10  # bytes of a message, without raw tensors, that do not need another thread
+AT_ONCE = 4 << 10  # bytes; a message of at most this size, without raw tensors, needs no other thread
 RECEIVING = 32  # requests that are received at once, each of up to the largest size; further ones wait
-MOST_STREAMS = 64  # open at once; each may hold a request of the largest size that has not arrived completely
-MOST_AHEAD = 16  # requests of one stream that are computed at once; the stream is not read further meanwhile
-IDLE_SECONDS = 600  # after which a connection without calls is closed; clients connect again by themselves
+MOST_STREAMS = 64  # open at once; each may hold an incomplete request of the largest size
+MOST_AHEAD = 16  # requests of one stream computed at once; the stream is not read further meanwhile
+IDLE_SECONDS = 600  # before a connection without calls is closed; clients reconnect by themselves
 ALIVE_SECONDS = 75  # between two pings to a silent client
-SPARE_SECONDS = 1.0  # for the last answers to be sent after a drain
+SPARE_SECONDS = 1.0  # to send the last answers after a drain
 RETRY = (("grpc-retry-pushback-ms", "1000"),)  # what HTTP calls Retry-After
-CODES = {  # by the status that HTTP has for it; 429 is UNAVAILABLE in gRPC's own table, and what clients retry
+CODES = {  # by HTTP's status; 429 is UNAVAILABLE in gRPC's own table, and clients retry it
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
-    408: grpc.StatusCode.INVALID_ARGUMENT,  # not DEADLINE_EXCEEDED: the client's own time is not over
-    413: grpc.StatusCode.RESOURCE_EXHAUSTED,  # as gRPC itself answers a message that is too large
+    408: grpc.StatusCode.INVALID_ARGUMENT,  # not DEADLINE_EXCEEDED: the client's own deadline has not passed
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,  # gRPC's own answer to a message that is too large
     429: grpc.StatusCode.UNAVAILABLE,
     500: grpc.StatusCode.INTERNAL,
     503: grpc.StatusCode.UNAVAILABLE,
@@ -54,7 +54,7 @@ class GrpcService:
     """Answers gRPC calls with the models of a repository; belongs to one event loop."""
 
     def __init__(self, repository: Repository, *, memory: Memory, seconds: float, may_load: bool = False) -> None:
-        """`seconds`: until a request is late; `may_load`: whether clients may."""
+        """`seconds`: until a request is late; `may_load`: whether clients may load models."""
         self._repository, self._memory, self._seconds, self._may_load = repository, memory, seconds, may_load
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="protobuf")
         self._inferring, self._asking = asyncio.Semaphore(RECEIVING), asyncio.Semaphore(RECEIVING)
@@ -63,10 +63,10 @@ class GrpcService:
         self.is_ready = True  # until the server is asked to stop
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
-        """All methods.
+        """The handlers of all methods.
 
-        Each is declared as one that takes a stream, which makes no difference to clients. gRPC would receive the
-        message of any other before it calls the handler, without limits on how many are received, and for how long.
+        Each is declared to take a stream, which makes no difference to clients. For any other, gRPC would receive the
+        message before it calls the handler, without limits on how many are received, or for how long.
         """
         answers: dict[str, dict[str, Call]] = {
             SERVICE: {
@@ -96,7 +96,7 @@ class GrpcService:
         self._parsing.shutdown(wait=False)
 
     async def drained(self, seconds: float) -> int:
-        """Finish requests in progress, and take no more from open streams; returns how many were not finished."""
+        """Finish requests in progress and take no more from open streams; return how many were not finished."""
         self.is_ready = False
         for reader in self._readers:
             reader.cancel()
@@ -132,7 +132,7 @@ class GrpcService:
     async def _model_ready(self, request: Any) -> Any:
         try:
             ready = self.is_ready and (await self._repository.find(request.name, request.version)).works
-        except (UnknownModelError, UnavailableError):  # clients ask for it until it is loaded
+        except (UnknownModelError, UnavailableError):  # clients ask until it is loaded
             ready = False
         return message("ModelReadyResponse")(ready=ready)
 
@@ -162,7 +162,7 @@ class GrpcService:
         require_control(self._may_load)
         for name in request.parameters:
             raise RequestError(
-                f"parameters: got {name[: protocol.SHOWN]!r}, expected none; a run has its configuration"
+                f"parameters: got {name[: protocol.SHOWN]!r}, expected none; a run has its own configuration"
             )
         await self._repository.load(request.model_name)
         return message("RepositoryModelLoadResponse")()
@@ -181,7 +181,7 @@ class GrpcService:
                 return bytes((await self._answer(body, context.time_remaining())).SerializeToString())
 
     async def _stream(self, _: object, context: Any) -> None:
-        """Answer in the order of the requests, which are computed side by side."""
+        """Answer a stream in the order of its requests, which are computed side by side."""
         async with _refusing(context):
             if len(self._readers) >= MOST_STREAMS:
                 raise OverloadedError(f"{MOST_STREAMS} streams are open; try again later")
@@ -206,7 +206,7 @@ class GrpcService:
         answers: "asyncio.Queue[asyncio.Task[Any] | None]",
         group: asyncio.TaskGroup,
     ) -> None:
-        """Start an answer to each request of a stream; None marks its end."""
+        """Start an answer to each request in a stream; None marks its end."""
         try:
             while await ahead.acquire() and (body := await context.read()) is not grpc.aio.EOF:
                 records.note_received(len(body))
@@ -215,7 +215,7 @@ class GrpcService:
             answers.put_nowait(None)
 
     async def _streamed(self, body: bytes, context: Any) -> Any:
-        """The answer to a request of a stream; a refusal does not end the stream."""
+        """The answer to a request in a stream; a refusal does not end the stream."""
         kind = message("ModelStreamInferResponse")
         try:
             with self._counted():
@@ -223,11 +223,11 @@ class GrpcService:
         except RefusedError as error:
             log_failure(error)
             return kind(error_message=printable(str(error)), infer_response={"id": grpc_messages.id_of(body)})
-        answer.parameters["triton_final_response"].bool_param = True  # each request has one response
+        answer.parameters["triton_final_response"].bool_param = True  # each request has only one response
         return kind(infer_response=answer)
 
     async def _answer(self, body: bytes, remaining: float | None) -> Any:
-        """A ModelInferResponse; `remaining`: seconds until the call's deadline."""
+        """The answer as a ModelInferResponse; `remaining`: seconds until the call's deadline."""
         received = asyncio.get_running_loop().time()
         with self._memory.held(len(body)):
             sent = grpc_messages.split(body)
@@ -239,7 +239,7 @@ class GrpcService:
                 return grpc_messages.write_answer(computed.scores, asked, model.served)
 
     async def _apart(self, sent: Split, work: Callable[..., _T], *parameters: object) -> _T:
-        """Do it here for a short message; a long list of numbers would stop all other requests meanwhile."""
+        """Do work on a long message in a thread, because a long list of numbers would stop all other requests."""
         if len(sent.rest) <= AT_ONCE:
             return work(*parameters)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, work, *parameters)
@@ -254,7 +254,7 @@ class GrpcService:
 
 
 async def _received(context: Any, slots: asyncio.Semaphore) -> bytes:
-    """The message of a call that has one."""
+    """Receive the message of a call that has one."""
     try:
         async with asyncio.timeout(bodies.SECONDS), slots:
             body = await context.read()
@@ -268,12 +268,12 @@ async def _received(context: Any, slots: asyncio.Semaphore) -> bytes:
 
 @contextlib.asynccontextmanager
 async def _refusing(context: Any) -> AsyncIterator[None]:
-    """End the call with the status of a refusal that is raised in this context."""
+    """End the call with the status of a refusal that is raised within the context."""
     try:
         yield
     except RefusedError as error:
         log_failure(error)
-        records.note_refusal(error)  # by the word that HTTP has for it, too
+        records.note_refusal(error)  # with the same word as over HTTP
         retry = RETRY if isinstance(error, OverloadedError) else ()
         await context.abort(CODES[error.status], printable(str(error)), retry)
     except UserError as error:  # a model that cannot be loaded
@@ -282,7 +282,7 @@ async def _refusing(context: Any) -> AsyncIterator[None]:
 
 
 def _message(name: str, content: dict[str, Any]) -> Any:
-    """A message with what HTTP answers as JSON; gRPC's has fewer fields."""
+    """The message for what HTTP answers as JSON; gRPC's has fewer fields."""
     return json_format.ParseDict(content, message(name)(), ignore_unknown_fields=True)
 
 
@@ -306,12 +306,12 @@ async def answering(
     drain_seconds: float,
     security: Security = OPEN,
 ) -> AsyncIterator[Drain]:
-    """Inside the context, answer calls at the address of a socket, which is closed: gRPC opens its own.
+    """Answer calls within the context, at the address of a socket, which is closed: gRPC opens its own.
 
-    The yielded function refuses further calls and finishes those in progress; it returns how many were cut.
+    The yielded function refuses further calls, finishes those in progress, and returns how many were cut.
     """
     options = [
-        ("grpc.so_reuseport", 0),  # else a second server could take half of the calls, unnoticed
+        ("grpc.so_reuseport", 0),  # otherwise a second server could take half of the calls, unnoticed
         ("grpc.max_receive_message_length", most_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_connection_idle_ms", round(IDLE_SECONDS * 1000)),
@@ -332,9 +332,9 @@ async def answering(
     await server.start()
 
     async def drain() -> int:
-        # Refuses calls from now on; the longer time is for those that finish as the drain ends.
+        # Refuse calls from now on; the longer time is for those that finish as the drain ends.
         stopping = asyncio.ensure_future(server.stop(drain_seconds + SPARE_SECONDS))
-        await asyncio.sleep(0)  # let it begin: where the server says that it is not ready, calls are refused already
+        await asyncio.sleep(0)  # let it begin: once the server says that it is not ready, calls are refused
         cut = await service.drained(drain_seconds)
         if cut:
             await server.stop(0)

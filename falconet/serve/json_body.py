@@ -1,6 +1,6 @@
-"""JSON in which long lists of numbers are read by numpy and never become Python objects.
+"""Parses JSON whose long lists of numbers are read by numpy and never become Python objects.
 
-`json.loads` holds the GIL: a megabyte of `[],` stops all threads for 0.1 s and takes 25 MB. Numpy computes without it.
+`json.loads` holds the GIL: a megabyte of `[],` stops all threads for 0.1 s and takes 25 MB. Numpy works without it.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-MOST_REST = 16 << 10  # bytes of JSON beside the lists of numbers
-MOST_DEPTH = 32  # lists and objects within each other
-MARK = "NaN"  # takes the place of what was cut; not JSON, so it is refused where a client sends it
+MOST_REST = 16 << 10  # bytes of JSON besides the lists of numbers
+MOST_DEPTH = 32  # nested lists and objects
+MARK = "NaN"  # stands for what was cut out; it is not JSON, so it is refused if a client sends it
 _DATA = re.compile(rb'"data"\s*:\s*(?=\[)')
 _IN_LISTS = np.isin(np.arange(256), np.frombuffer(b"0123456789,[] \t\r\n", dtype=np.uint8))
 _Text = npt.NDArray[np.uint8]  # one dimension
@@ -23,14 +23,14 @@ _Text = npt.NDArray[np.uint8]  # one dimension
 
 @dataclass(frozen=True)
 class Numbers:
-    """A list under the key "data", flat or nested, of nothing but digits, commas, brackets and white space."""
+    """A list under the key "data", flat or nested, made only of digits, commas, brackets and white space."""
 
     text: bytes
 
     def pixels(self, shape: tuple[int, ...]) -> npt.NDArray[np.uint16] | None:
-        """Its values, each of at most three digits, or None if it is not a list of that shape, or of that size.
+        """The values, of at most three digits each; None if the list does not have the shape or the size.
 
-        Takes at most about ten times the text's memory.
+        This takes at most about ten times the text's memory.
         """
         text = self._dense()
         if text is None or len(text) < 2 * prod(shape):  # a digit and a comma or bracket for each
@@ -39,7 +39,7 @@ class Numbers:
         skeletons = (_skeleton(shape), _skeleton((prod(shape),)))
         if text[~digit].tobytes() not in skeletons or _starts(digit) != prod(shape):
             return None
-        # So many numbers in so many places: each has one, if none is after a closing or before an opening bracket.
+        # As many numbers as places: each has one, if none is after a closing or before an opening bracket.
         if ((text[:-1] == ord("]")) & digit[1:]).any() or (digit[:-1] & (text[1:] == ord("["))).any():
             return None
         leading = (text[1:-1] == ord("0")) & ~digit[:-2] & digit[2:]
@@ -61,18 +61,18 @@ class Numbers:
 
 
 def loads(text: memoryview) -> Any:
-    """Parse JSON, with `Numbers` for each list of whole numbers under the key "data"; raise ValueError if it is none.
+    """Parse JSON, with `Numbers` for each list of whole numbers under the key "data"; ValueError if it is not JSON.
 
-    Only MOST_REST bytes may remain, and lists and objects may be MOST_DEPTH deep.
+    Only MOST_REST bytes may remain, and lists and objects may be nested MOST_DEPTH deep.
     """
     kept, lists = _cut(np.frombuffer(text, dtype=np.uint8))
     if len(kept) > MOST_REST:
-        raise ValueError(f"{len(kept):,} bytes beside the numbers of data, expected at most {MOST_REST:,}")
+        raise ValueError(f"{len(kept):,} bytes besides the numbers of data, expected at most {MOST_REST:,}")
     return parse(kept, lists)
 
 
 def parse(text: bytes, cut: Iterable[object]) -> Any:
-    """Parse short JSON in which marks stand for what was cut out; raise ValueError if it is none, or nested deeply."""
+    """Parse short JSON in which marks stand for what was cut out; raise ValueError if it is not JSON, or too deep."""
     left = iter(cut)
 
     def constant(word: str) -> object:
@@ -90,12 +90,12 @@ def parse(text: bytes, cut: Iterable[object]) -> Any:
 
 
 def _cut(text: _Text) -> tuple[bytes, list[Numbers]]:
-    """The text with marks in place of the lists of numbers under "data", and those lists."""
-    if len(text) <= MOST_REST and not _DATA.search(text.data):  # beside a binary tensor: no need for numpy
+    """Replace the lists of numbers under "data" by marks; return the text and the lists."""
+    if len(text) <= MOST_REST and not _DATA.search(text.data):  # with a binary tensor: numpy is not needed
         return text.tobytes(), []
     others = np.flatnonzero(~_IN_LISTS[text])
     kept, lists, at = list[bytes](), list[Numbers](), 0
-    if len(others) <= MOST_REST:  # else the rest is too long, whatever is cut
+    if len(others) <= MOST_REST:  # otherwise the rest is too long, whatever is cut
         for found in _DATA.finditer(text.data):
             start = found.end()
             following = int(np.searchsorted(others, start))
@@ -128,7 +128,7 @@ def _digits(text: _Text) -> npt.NDArray[np.bool]:
 
 
 def _starts(digit: npt.NDArray[np.bool]) -> int:
-    """How many numbers there are; the first character is a bracket."""
+    """The number of numbers; the first character is a bracket."""
     return int(np.count_nonzero(digit[1:] & ~digit[:-1]))
 
 

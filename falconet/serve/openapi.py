@@ -1,18 +1,18 @@
-"""The description of the HTTP API as an OpenAPI document. Version 3.0: the bundled Swagger UI does not show 3.1."""
+"""The OpenAPI description of the HTTP API, in version 3.0: the bundled Swagger UI does not show 3.1."""
 
 from typing import Any
 
 import falconet
 
-Json = dict[str, Any]  # as in the document
+Json = dict[str, Any]  # a part of the document
 
 ABOUT = """\
 Class names and probabilities for photos, and the [Open Inference Protocol](https://github.com/kserve/open-inference-protocol)
 (version 2) with Triton's extensions for binary tensors, classification, model configuration, statistics and the model
 repository.
 
-Every error is `{"error": "one line"}`. If the server has an API key, everything but health and these pages needs it:
-press **Authorize**. The answers have a header `X-Request-Id`; a client may send its own.
+Every error is `{"error": "one line"}`. If the server has an API key, everything except health and these pages needs it:
+press **Authorize**. Every answer has an `X-Request-Id` header; a client may send its own.
 """
 JPEG = "/9j/4AAQSkZJRgABAQAAAQABAAD..."  # how a JPEG file begins in base64
 TENSOR = {"name": "input_0", "datatype": "UINT8", "shape": [1, 3, 2, 2]}
@@ -22,7 +22,7 @@ TIMES = {"decode": 3.1, "queue": 0.4, "compute": 8.2, "total": 12.5}
 
 
 def document() -> Json:
-    """The whole description."""
+    """The whole document."""
     return {
         "openapi": "3.0.3",
         "info": {
@@ -37,7 +37,7 @@ def document() -> Json:
             {"name": "Server", "description": "Health, metadata and metrics"},
             {"name": "Models", "description": "One model: metadata, readiness, configuration, statistics"},
             {"name": "Tensors", "description": "Inference on pixels that the client has prepared"},
-            {"name": "Repository", "description": "Which models are loaded"},
+            {"name": "Repository", "description": "Loading and unloading of models"},
         ],
         "security": [{"bearer": []}, {"header": []}, {}],
         "paths": _paths(),
@@ -53,7 +53,7 @@ def document() -> Json:
     }
 
 
-# Name: what it means, and an example.
+# By name: its meaning, and an example.
 REFUSALS = {
     "Bad": ("The request is wrong", "inputs[0].datatype: got 'FP32', expected 'UINT8'"),
     "NoKey": ("The API key is missing or wrong", "API key: missing; send Authorization: Bearer KEY"),
@@ -89,7 +89,7 @@ _OF_WORK = ("400", "401", "404", "408", "411", "413", "429", "500", "503", "504"
 def _refused(about: str, example: str) -> Json:
     response: Json = {"description": about, "content": _json("Error", {"error": example})}
     if about == REFUSALS["Overloaded"][0]:
-        seconds = {"description": "Seconds to wait before the next try", "schema": {"type": "integer"}, "example": 1}
+        seconds = {"description": "Seconds to wait before trying again", "schema": {"type": "integer"}, "example": 1}
         response["headers"] = {"Retry-After": seconds}
     return response
 
@@ -137,7 +137,7 @@ def _predict() -> Json:
     many = {"images": [JPEG, {"name": "b.jpg", "data": JPEG}], "top": 5}
     answered = {
         "one": {
-            "summary": "One label per photo; a file that is not a photo",
+            "summary": "One label per photo, and a file that is not a photo",
             "value": {
                 "model": "birds",
                 "version": "7",
@@ -146,7 +146,7 @@ def _predict() -> Json:
             },
         },
         "several": {
-            "summary": "A model for several labels per photo",
+            "summary": "Several labels per photo",
             "value": {
                 "model": "scenes",
                 "version": "1",
@@ -168,8 +168,8 @@ def _predict() -> Json:
         "tags": ["Photos"],
         "operationId": "predict",
         "summary": "Classify photos",
-        "description": "One photo as it is, or one or many as files of a form, or as base64 in JSON. Photos are"
-        " prepared exactly as in the model's validation. A photo that cannot be read does not fail the others.",
+        "description": "Send one photo as the body, or one or more as files in a form or as base64 in JSON. Photos are"
+        " prepared exactly as in the model's validation. A photo that cannot be read does not affect the others.",
         "parameters": [{"$ref": f"#/components/parameters/{name}"} for name in ("Top", "ModelName", "VersionOfModel")],
         "requestBody": {
             "required": True,
@@ -199,7 +199,7 @@ def _metrics() -> Json:
 def _health(summary: str, name: str, *, and_503: bool = False) -> Json:
     found = _reads("Server", summary, _json("Health", {name: True}), refusals=())
     if and_503:
-        found["responses"]["503"] = {"description": "It is not", "content": _json("Health", {name: False})}
+        found["responses"]["503"] = {"description": "Not ready", "content": _json("Health", {name: False})}
     return found | {"security": []}
 
 
@@ -208,7 +208,7 @@ def _index() -> Json:
         {"name": "birds", "version": "7", "state": "READY", "reason": ""},
         {"name": "scenes", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"},
     ]
-    return _reads("Repository", "Every model that the server has", _json("Index", models)) | {
+    return _reads("Repository", "All models on the server, loaded or not", _json("Index", models)) | {
         "requestBody": {"content": _json("IndexRequest", {"ready": False})}
     }
 
@@ -216,7 +216,7 @@ def _index() -> Json:
 def _changes(summary: str, action: str) -> Json:
     return _reads("Repository", summary, None, refusals=("400", "401", "403", "404", "503")) | {
         "operationId": action,
-        "description": "Only if the server was started with `--repository`.",
+        "description": "This needs a server that was started with `--repository`.",
         "parameters": [{"$ref": "#/components/parameters/Model"}],
         "requestBody": {"content": _json("Parameters", {})},
     }
@@ -243,7 +243,7 @@ def _metadata(which: str) -> Json:
 
 def _readiness(which: str) -> Json:
     found = _reads("Models", f"Whether {which} is ready", _json("Health", {"ready": True}), "404")
-    found["responses"]["503"] = {"description": "It is not", "content": _json("Health", {"ready": False})}
+    found["responses"]["503"] = {"description": "Not ready", "content": _json("Health", {"ready": False})}
     return found
 
 
@@ -262,7 +262,7 @@ def _configuration(which: str) -> Json:
 def _statistics(which: str) -> Json:
     stats = {"name": "birds", "version": "7", "inference_count": 1200, "execution_count": 75}
     return _reads(
-        "Models", f"Images and batches so far of {which}", _json("Statistics", {"model_stats": [stats]}), "404"
+        "Models", f"Images and batches computed so far by {which}", _json("Statistics", {"model_stats": [stats]}), "404"
     )
 
 
@@ -273,12 +273,12 @@ def _infer(which: str) -> Json:
     binary = {"schema": {"type": "string", "format": "binary", "description": "JSON, then the tensors' bytes"}}
     requests = {
         "scores": {"summary": "Logits", "value": values},
-        "names": {"summary": "The best two classes by name", "value": names},
+        "names": {"summary": "The two best classes by name", "value": names},
     }
     return {
         "tags": ["Tensors"],
         "summary": f"Compute with {which}",
-        "description": "`input_0`: uint8 pixels [N, 3, S, S], resized and cropped as `parameters.preprocessing` of the"
+        "description": "`input_0`: uint8 pixels [N, 3, S, S], resized and cropped as `parameters.preprocessing` in the"
         " model's metadata says. `output_0`: logits [N, classes].",
         "parameters": [{"$ref": "#/components/parameters/JsonLength"}],
         "requestBody": {
@@ -308,7 +308,7 @@ def _infer(which: str) -> Json:
 
 
 def _reads(tag: str, summary: str, content: Json | None, *more: str, refusals: tuple[str, ...] = ("401",)) -> Json:
-    """An operation that answers 200, with this content or with none."""
+    """An operation that answers 200, with or without content."""
     good: Json = {"description": "Done"} if content is None else {"description": summary, "content": content}
     return {"tags": [tag], "summary": summary, "responses": {"200": good, **_refusals(*refusals, *more)}}
 
@@ -333,7 +333,7 @@ def _parameters() -> Json:
         "Version": {"name": "version", "in": "path", "required": True, "schema": text, "example": "7"},
         "Top": {"name": "top", "in": "query", "description": "Classes per photo", "schema": top},
         "ModelName": {"name": "model", "in": "query", "description": "Needed if there are several", "schema": text},
-        "VersionOfModel": {"name": "version", "in": "query", "description": "By default the newest", "schema": text},
+        "VersionOfModel": {"name": "version", "in": "query", "description": "Default: the newest", "schema": text},
         "JsonLength": {
             "name": name,
             "in": "header",
@@ -364,7 +364,7 @@ def _schemas() -> Json:
                 "label": text,
                 "probability": share,
                 "top": _list(_ref("Score")),
-                "labels": {**_list(text), "description": "Classes of 0.5 or more; for several labels per photo"},
+                "labels": {**_list(text), "description": "For several labels per photo: classes of 0.5 or more"},
                 "error": {"type": "string", "description": "Why the photo has no classes"},
             },
             *("label", "probability", "top", "labels", "error"),

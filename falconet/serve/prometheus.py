@@ -1,4 +1,4 @@
-"""Metrics in the format of Prometheus: requests, photos, batches, the queue, and the process itself."""
+"""Metrics in Prometheus' format: requests, photos, batches, the queue, and the process itself."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 IMAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-NO_ROUTE = "none"  # all unknown addresses together: what clients make up must not become a name here
+NO_ROUTE = "none"  # all unknown addresses together: what clients make up must not become a label
 
 
 class Metrics:
-    """What a server has done. Labels are routes, names of loaded models, and status codes: few, whatever is sent."""
+    """A server's metrics. Labels are routes, names of loaded models, and status codes: few, whatever clients send."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -28,17 +28,17 @@ class Metrics:
         counter, histogram = self._counter, self._histogram
         self._requests = counter("requests", "Requests by route, model and status.", "route", "model", "status")
         self._refused = counter("refused", "Requests that were not answered, by reason.", "reason")
-        self._seconds = histogram("request_seconds", "From the headers to the answer.", SECONDS, "route")
+        self._seconds = histogram("request_seconds", "Time from a request's headers to its answer.", SECONDS, "route")
         self._bytes_in = counter("received_bytes", "Bytes of request bodies.", "route")
         self._photos = counter("photos", "Photos received.", "model")
         self._unreadable = counter("unreadable_photos", "Photos that could not be decoded.", "model")
-        self._decode = histogram("decode_seconds", "Decoding of the photos of a request.", SECONDS, "model")
+        self._decode = histogram("decode_seconds", "Time to decode the photos in a request.", SECONDS, "model")
         self._images = counter("images", "Images computed.", "model")
-        self._queue = histogram("queue_seconds", "Wait of a request for its batch.", SECONDS, "model")
-        self._compute = histogram("compute_seconds", "Computation of a batch.", SECONDS, "model")
-        self._batches = histogram("batch_images", "Images of a batch.", IMAGES, "model")
+        self._queue = histogram("queue_seconds", "Time that a request waits for its batch.", SECONDS, "model")
+        self._compute = histogram("compute_seconds", "Time to compute a batch.", SECONDS, "model")
+        self._batches = histogram("batch_images", "Images in a batch.", IMAGES, "model")
 
-    # Found by their labels: the library takes 4 microseconds for that, a cache 0.1, which grows as little as they do.
+    # Found by label: this takes the library 4 microseconds, a cache 0.1; the cache grows as little as the labels do.
 
     def _counter(self, name: str, about: str, *labels: str) -> Callable[..., Counter]:
         return cache(Counter(name, about, labels, namespace="falconet", registry=self._registry).labels)
@@ -49,10 +49,10 @@ class Metrics:
         )
 
     def watch(self, *, models: Callable[[], Sequence["Model"]], in_flight: Callable[[], int]) -> None:
-        """Show what is true when it is asked for."""
+        """Also show values that are read when the metrics are asked for."""
         self._registry.register(_Present(models))
         Gauge(
-            "requests_in_flight", "Requests that are being answered.", namespace="falconet", registry=self._registry
+            "requests_in_flight", "Requests being answered.", namespace="falconet", registry=self._registry
         ).set_function(in_flight)
 
     def count_lost_lines(self, lost: Callable[[], int]) -> None:
@@ -83,22 +83,22 @@ class Metrics:
         self._compute(model).observe(seconds)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """All of it, and its content type, in the newest format that the client accepts."""
+        """All metrics and their content type, in the newest format that the client accepts."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 class _Present(Collector):
-    """What is true now."""
+    """Collects values that are read when the metrics are asked for."""
 
     def __init__(self, models: Callable[[], Sequence["Model"]]) -> None:
         self._models = models
 
     def collect(self) -> Iterable[Metric]:
         models = self._models()
-        waiting = GaugeMetricFamily("falconet_queue_images", "Images that wait for a batch.", labels=["model"])
-        longest = GaugeMetricFamily("falconet_queue_limit_images", "Images that may wait.", labels=["model"])
-        loaded = GaugeMetricFamily("falconet_model_info", "Versions that are loaded.", labels=["model", "version"])
+        waiting = GaugeMetricFamily("falconet_queue_images", "Images waiting for a batch.", labels=["model"])
+        longest = GaugeMetricFamily("falconet_queue_limit_images", "Most images that may wait.", labels=["model"])
+        loaded = GaugeMetricFamily("falconet_model_info", "Loaded models, by version.", labels=["model", "version"])
         for model in models:
             waiting.add_metric([model.served.name], model.batcher.waiting)
             longest.add_metric([model.served.name], model.batcher.policy.max_queue)

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol (v2) with Triton's binary tensors and classes: bytes to values and back, no network."""
+"""The Open Inference Protocol (v2), with Triton's binary tensors and classes: bytes to values and back, no network."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ from falconet.serve.batching import Counts, Spent
 from falconet.serve.refusals import RequestError
 
 INPUT, OUTPUT = "input_0", "output_0"
-HEADER = "Inference-Header-Content-Length"  # bytes of JSON before the binary tensors
+HEADER = "Inference-Header-Content-Length"  # gives the bytes of JSON before the binary tensors
 EXTENSIONS = (
     "binary_tensor_data",
     "classification",
@@ -27,10 +27,10 @@ EXTENSIONS = (
     "parameters",
     "statistics",
 )
-AT_ONCE = 4 << 10  # bytes of JSON, or scores to write as JSON, that do not need another thread
-REPEATED, MOST_REPEATED = 256, 1 << 10  # JSON of requests that is remembered, and how many bytes of it at most
-MOST_JSON = 4 << 20  # bytes of a request whose images are text
-MOST_MICROSECONDS = (1 << 64) - 1  # of a timeout: the largest that Triton reads
+AT_ONCE = 4 << 10  # bytes of JSON, or scores to write as JSON, up to which no other thread is needed
+REPEATED, MOST_REPEATED = 256, 1 << 10  # requests whose JSON is remembered, and the most bytes of each
+MOST_JSON = 4 << 20  # bytes in a request whose images are text
+MOST_MICROSECONDS = (1 << 64) - 1  # in a timeout: the largest that Triton reads
 SHOWN = 40  # characters of a client's value in an error
 _DATATYPES = {"float16": "FP16", "float32": "FP32"}
 
@@ -45,7 +45,7 @@ class Served:
     class_names: tuple[str, ...]
     output: str  # numpy's name for the dtype of the scores
     max_batch: int
-    activation: Activation = "softmax"  # that makes probabilities of the scores
+    activation: Activation = "softmax"  # turns scores into probabilities
 
     def __hash__(self) -> int:
         return hash((self.name, self.version))  # 1,000 class names take longer, and these tell models apart as well
@@ -70,38 +70,38 @@ class Served:
 class Asked:
     """A valid inference request."""
 
-    images: Pixels  # a view of the body if that was binary
+    images: Pixels  # a view of the body if it is binary
     id: str | None
     binary: bool  # whether to answer with a binary tensor
-    classes: int = 0  # how many of the best classes to answer in words; 0: all scores
+    classes: int = 0  # how many of the best classes to name; 0: answer with all scores
     seconds: float | None = None  # until the request is late
 
 
 class Tensor(NamedTuple):
-    """What is answered: scores, or the best classes in words."""
+    """The tensor in an answer: scores, or the best classes in words."""
 
     datatype: str
     shape: tuple[int, ...]
     values: Scores | list[bytes]
 
     def raw(self) -> bytes:
-        """Little-endian numbers, or texts, each after its length."""
+        """The values as little-endian numbers, or as texts, each after its length."""
         if isinstance(self.values, list):
             return b"".join(len(text).to_bytes(4, "little") + text for text in self.values)
         return self.values.astype(self.values.dtype.newbyteorder("<"), copy=False).tobytes()
 
     def data(self) -> str:
-        """All values as one JSON list."""
+        """The values as one JSON list."""
         if isinstance(self.values, list):
             return json.dumps([text.decode() for text in self.values])
         return _numbers(self.values)
 
 
 def output_tensor(scores: Scores, asked: Asked, served: Served) -> Tensor:
-    """What a request asked for."""
+    """The tensor that a request asked for."""
     if not asked.classes:
         return Tensor(_DATATYPES[served.output], scores.shape, scores)
-    best = np.argsort(-scores, axis=1, kind="stable")[:, : asked.classes]  # nan last; of equals, the first
+    best = np.argsort(-scores, axis=1, kind="stable")[:, : asked.classes]  # nan last; ties in order
     texts = [
         f"{row[number]:f}:{number}:{served.class_names[number]}".encode()
         for row, numbers in zip(scores, best.tolist(), strict=True)
@@ -114,7 +114,7 @@ class _Head(NamedTuple):
     """The JSON of a request."""
 
     tensor: Mapping[str, Any]  # the only input
-    shape: tuple[int, ...]  # of it
+    shape: tuple[int, ...]  # the input's
     id: str | None
     binary: bool
     classes: int
@@ -122,7 +122,7 @@ class _Head(NamedTuple):
 
 
 def read_request(body: memoryview, header: str | None, served: Served) -> Asked:
-    """Parse a request body; `header` is the value of the header that gives the length of the JSON, if sent."""
+    """Parse a request body; `header` is the value, if sent, of the header that gives the length of the JSON."""
     length = _json_length(header, body)
     text = body[:length]
     head = _repeated_head(bytes(text), served) if length <= MOST_REPEATED else _read_head(text, served)
@@ -164,7 +164,7 @@ def _read_head(text: memoryview | bytes, served: Served) -> _Head:
     )
 
 
-# A client's requests differ in their pixels alone, mostly: 20 microseconds for each but the first.
+# A client's requests mostly differ only in their pixels: this saves 20 microseconds for each but the first.
 _repeated_head = functools.lru_cache(REPEATED)(_read_head)
 
 
@@ -183,7 +183,7 @@ def write_answer(scores: Scores, asked: Asked, served: Served) -> tuple[bytes, d
 def _head(
     served: Served, named: str | None, datatype: str, shape: tuple[int, ...], binary_size: int | None = None
 ) -> str:
-    """The JSON of an answer, but for its data."""
+    """The JSON of an answer, without its data."""
     output: dict[str, object] = {"name": OUTPUT, "datatype": datatype, "shape": list(shape)}
     if binary_size is not None:
         output["parameters"] = {"binary_data_size": binary_size}
@@ -194,7 +194,7 @@ def _head(
 def _numbers(scores: Scores) -> str:
     """All scores as one list, with null for nan and inf: JSON has neither, and Python's spelling breaks strict parsers.
 
-    Row by row: the encoder holds the GIL, and other threads run between two rows.
+    They are encoded row by row: the encoder holds the GIL, and other threads run between rows.
     """
     rows = (
         [value if is_number else None for value, is_number in zip(row.tolist(), np.isfinite(row).tolist(), strict=True)]
@@ -227,7 +227,7 @@ def metadata(served: Served) -> dict[str, object]:
 
 
 def configuration(served: Served, *, max_delay: float) -> dict[str, object]:
-    """The same as a Triton model configuration, which its load generator reads. `max_delay` is in seconds."""
+    """A model's Triton configuration, which Triton's load generator reads. `max_delay` is in seconds."""
     output = f"TYPE_{_DATATYPES[served.output]}"
     return {
         "name": served.name,
@@ -241,7 +241,7 @@ def configuration(served: Served, *, max_delay: float) -> dict[str, object]:
 
 
 def statistics(served: Served, counts: Counts, spent: Spent) -> dict[str, object]:
-    """What a model has done, as Triton counts it, and as we do."""
+    """A model's statistics, as Triton counts and as we do."""
 
     def duration(count: int, seconds: float = 0.0) -> dict[str, int]:
         return {"count": count, "ns": round(seconds * 1e9)}
@@ -340,7 +340,7 @@ def _pixels(tensor: Mapping[str, Any], shape: tuple[int, ...], rest: memoryview)
 
 
 def _from_numbers(data: object, shape: tuple[int, ...]) -> Pixels:
-    """Read flat or nested lists of integers; the protocol allows both."""
+    """Read a flat or nested list of integers; the protocol allows both."""
     if data is None:
         raise RequestError(f"{INPUT}.data: got nothing, expected a list of numbers, or binary_data_size")
     found = data.pixels(shape) if isinstance(data, json_body.Numbers) else None
@@ -352,7 +352,7 @@ def _from_numbers(data: object, shape: tuple[int, ...]) -> Pixels:
 
 
 def require_output(names: list[Any]) -> None:
-    """Refuse a request for other outputs than the one that there is."""
+    """Refuse a request for any output but the only one."""
     if len(names) != 1:
         raise RequestError(f"outputs: got {len(names)}, expected only {OUTPUT}")
     if names != [OUTPUT]:
@@ -360,7 +360,7 @@ def require_output(names: list[Any]) -> None:
 
 
 def read_classes(parameters: Mapping[str, Any], *, known: tuple[str, ...] = ()) -> int:
-    """How many classes the parameters of the output ask for; `known`: what else they may have."""
+    """How many classes the output's parameters ask for; `known`: other parameters that they may have."""
     for name in parameters:
         if name not in ("classification", *known):
             expected = " and ".join(("classification", *known))
@@ -369,7 +369,7 @@ def read_classes(parameters: Mapping[str, Any], *, known: tuple[str, ...] = ()) 
 
 
 def read_seconds(parameters: Mapping[str, Any]) -> float | None:
-    """The time that a request gives itself; `timeout` is in microseconds, and 0 means none."""
+    """The time limit that a request sets itself, in seconds; `timeout` is in microseconds, and 0 means none."""
     microseconds = _whole(parameters.get("timeout", 0), "parameters.timeout")
     if microseconds > MOST_MICROSECONDS:
         raise RequestError(f"parameters.timeout: got {_shown(microseconds)}, expected at most {MOST_MICROSECONDS:,}")
@@ -389,7 +389,7 @@ def _switch(value: object, what: str) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A value as JSON, which has no control characters, cut to a few words."""
+    """A value as JSON, which has no control characters, shortened."""
     if value is None:
         return "nothing"
     text = json.dumps(value, default=lambda _: "a list of numbers")

@@ -1,13 +1,13 @@
-"""Why a request is not answered: one line, with the status that HTTP has for it."""
+"""Refusals of requests: the reason in one line, and HTTP's status for it."""
 
 from collections.abc import Mapping
 
 
 class RefusedError(Exception):
-    """A request that is not answered; the text is one line for its client."""
+    """A request that is refused; the text is one line for its client."""
 
     status = 500
-    headers: Mapping[str, str] = {}  # that its answer has over HTTP
+    headers: Mapping[str, str] = {}  # of the answer over HTTP
 
 
 class RequestError(RefusedError):
@@ -39,24 +39,24 @@ class SlowError(RefusedError):
     """The request was not received in time."""
 
     status = 408
-    headers: Mapping[str, str] = {"Connection": "close"}  # what else it sends is not read
+    headers: Mapping[str, str] = {"Connection": "close"}  # the rest of the request is not read
 
 
 class TooLargeError(RefusedError):
-    """The request has more bytes than are read."""
+    """The request has more bytes than allowed."""
 
     status = 413
 
 
 class OverloadedError(RefusedError):
-    """Too much waits already; the client should try again later."""
+    """Too much is waiting already; the client should try again later."""
 
     status = 429
     headers: Mapping[str, str] = {"Retry-After": "1"}
 
 
 class ComputingError(RefusedError):
-    """The model failed on a batch; after a fault of the device it fails on every other one too."""
+    """The model failed on a batch; after a fault of the device, it fails on all others too."""
 
     status = 500
 
@@ -68,6 +68,6 @@ class UnavailableError(RefusedError):
 
 
 class LateError(RefusedError):
-    """The answer was not there in time."""
+    """The answer was not ready in time."""
 
     status = 504

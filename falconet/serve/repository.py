@@ -1,4 +1,4 @@
-"""The models of a server: opened by name, swapped for newer checkpoints, and closed after their last request."""
+"""A server's models: opened by name, swapped for newer checkpoints, and closed after their last request."""
 
 import asyncio
 import contextlib
@@ -32,32 +32,32 @@ Decode = Callable[[memoryview], npt.NDArray[np.uint8]]  # an encoded photo -> S 
 State = Literal["READY", "UNAVAILABLE"]
 SHOWN = 80  # characters of a client's name in an error
 DECODERS = os.cpu_count() or 1  # threads that decode photos, for all models together
-HUNG_SECONDS = 120.0  # of one batch, after which a model is not ready: a device may never return
-AGAIN_SECONDS = 30.0  # after which weights that could not be opened are tried again, then after twice as long, ...
+HUNG_SECONDS = 120.0  # in one batch, after which a model is not ready: a device may never return
+AGAIN_SECONDS = 30.0  # before weights that could not be opened are tried again, then twice as long, ...
 LAST_AGAIN_SECONDS = 3600.0  # ... up to this: an attempt takes seconds of all cores
 MOST_FAILED = 3  # failed batches in a row after which a model is not ready: a broken device fails on all
 
 
 class Opened(NamedTuple):
-    """One version of a model, ready to compute."""
+    """A version of a model, ready to compute."""
 
     served: Served
     lanes: Lanes
     decode: Decode
-    stamp: object  # of the weights; others are newer
-    about: str  # what it takes and computes with, in words
+    stamp: object  # identifies the weights; a different one is newer
+    about: str  # what it takes, and what computes it, in words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What a name stands for."""
+    """A source of a model, which a name stands for."""
 
     open: Callable[[], Opened]  # takes seconds; raises UserError
-    stamp: Callable[[], object]  # of the weights that `open` would take now; raises UserError
+    stamp: Callable[[], object]  # identifies the weights that `open` would take now; raises UserError
 
 
 class Listed(NamedTuple):
-    """A model as the protocol's index shows it."""
+    """A model as in the protocol's index."""
 
     name: str
     version: str
@@ -66,14 +66,14 @@ class Listed(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """Weights that a watched model was to be swapped for."""
+    """An attempt to swap newer weights into a watched model."""
 
     stamp: object
-    wait: float = 0.0  # seconds between the next try and the one after it
-    again: float = 0.0  # when they may be tried; a time of the loop's clock
+    wait: float = 0.0  # seconds from the next try to the one after it
+    again: float = 0.0  # when the weights may be tried again, by the loop's clock
 
     def once_more(self, now: float) -> "Tried":
-        """They are being tried now."""
+        """Record that the weights are being tried now."""
         return Tried(self.stamp, wait=min(2 * self.wait, LAST_AGAIN_SECONDS), again=now + self.wait)
 
 
@@ -84,18 +84,18 @@ class Model:
         self.served, self.decode = opened.served, opened.decode
         self.stamp, self.about = opened.stamp, opened.about
         self.batcher = Batcher(opened.lanes, policy, executed)
-        self._users = self._decoding = 0  # the second: photos
+        self._users = self._decoding = 0  # the latter counts photos
         self._unused = asyncio.Event()
         self._unused.set()
 
     @property
     def works(self) -> bool:
-        """Whether it has computed lately what it was given."""
+        """Whether the model has lately computed what it was given."""
         return self.batcher.counts.failed_in_a_row < MOST_FAILED and self.batcher.longest() < HUNG_SECONDS
 
     @contextlib.contextmanager
     def used(self) -> Iterator["Model"]:
-        """Inside the context, the model stays, even if a newer version takes its name."""
+        """Keep the model open within the context, even if a newer version takes its name."""
         self._users += 1
         self._unused.clear()
         records.note_model(self.served.name, self.served.version)
@@ -108,12 +108,12 @@ class Model:
 
     @contextlib.contextmanager
     def decoding(self, photos: int) -> Iterator[None]:
-        """Inside the context, photos of a request are decoded; OverloadedError at once if too many images wait.
+        """Count photos that are decoded within the context; OverloadedError at once if too many images wait.
 
-        A large request counts as its share of the queue, which it does not exceed later, either.
+        A large request counts only as its share of the queue, which it does not exceed later either.
         """
         places = min(photos, self.batcher.policy.share)
-        self.batcher.require_room(places, coming=max(self._decoding - DECODERS, 0))  # the others are being decoded
+        self.batcher.require_room(places, coming=max(self._decoding - DECODERS, 0))  # the rest are being decoded
         self._decoding += places
         try:
             yield
@@ -122,14 +122,14 @@ class Model:
 
     @contextlib.asynccontextmanager
     async def in_time(self, seconds: float) -> AsyncIterator[None]:
-        """Inside the context, a request is answered; LateError after so many seconds."""
+        """Limit the time in which a request is answered within the context; LateError after this many seconds."""
         try:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError:
             self.batcher.counts.late += 1
             self.batcher.spent.failed += seconds
-            raise LateError(f"not computed within {seconds:.3g} s, the time that the request had") from None
+            raise LateError(f"not computed within {seconds:.3g} s, the time limit of the request") from None
 
     async def computed(self, images: Pixels, *, deadline: float | None = None) -> Computed:
         """The scores of 1 to `max_batch` images."""
@@ -138,53 +138,53 @@ class Model:
         return found
 
     def configuration(self) -> dict[str, object]:
-        """As Triton has it."""
+        """The configuration, as Triton has it."""
         return protocol.configuration(self.served, max_delay=self.batcher.policy.max_delay)
 
     def statistics(self) -> dict[str, object]:
-        """As Triton has them."""
+        """The statistics, as Triton has them."""
         return protocol.statistics(self.served, self.batcher.counts, self.batcher.spent)
 
     async def retire(self) -> None:
-        """Wait for the requests that use it, then let its threads and its memory go."""
+        """Wait for the requests that use the model, then free its threads and its memory."""
         await self._unused.wait()
         self.batcher.close(wait=False)
 
 
 @dataclass(kw_only=True)
 class Repository:
-    """Models by name; belongs to one event loop. `sources` may know names that are not loaded."""
+    """Models by name, for one event loop. `sources` may know names that are not loaded."""
 
     sources: Callable[[], Mapping[str, Source]]  # may read a folder, perhaps over a network
     policy: Callable[[Served], Policy]
     preferred: str | None = None  # the model of requests that name none
-    executed: Callable[[str, int, float], None] = lambda *_: None  # is told of each batch: model, images, seconds
+    executed: Callable[[str, int, float], None] = lambda *_: None  # called for each batch: model, images, seconds
     _models: dict[str, Model] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)  # by name: why it could not be loaded, or swapped
     _opening: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: each takes memory and all cores
     _opener: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="open"))
     _looker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="look"))
-    _tasks: set["asyncio.Task[Any]"] = field(default_factory=set)  # that load or retire models
-    _past: Counts = field(default_factory=Counts)  # of models that are retired
+    _tasks: set["asyncio.Task[Any]"] = field(default_factory=set)  # tasks that load or retire models
+    _past: Counts = field(default_factory=Counts)  # of retired models
 
     @property
     def models(self) -> list[Model]:
-        """All that are loaded."""
+        """All loaded models."""
         return list(self._models.values())
 
     @property
     def counts(self) -> Counts:
-        """What all models that were ever loaded have done."""
+        """Counts over all models that were ever loaded."""
         everything = [self._past, *(model.batcher.counts for model in self._models.values())]
         return Counts(**{name: sum(getattr(each, name) for each in everything) for name in vars(self._past)})
 
     def present(self, name: str, version: str = "") -> Model | None:
-        """The model of this name and version, if it is loaded."""
+        """The model with this name and version, if it is loaded."""
         found = self._models.get(name)
         return found if found is not None and version in ("", found.served.version) else None
 
     async def find(self, name: str = "", version: str = "") -> Model:
-        """The model of this name; without a name, the preferred one, or the only one."""
+        """The model with this name; without a name, the preferred one, or the only one."""
         found = self._models.get(name) if name else self._unnamed()
         if found is None:
             if name in await self._known():
@@ -211,18 +211,18 @@ class Repository:
         return f": {self._reasons[name]}" if name in self._reasons else ""
 
     async def _known(self) -> Mapping[str, Source]:
-        """What `sources` knows, found in a thread; that its folder is gone is no fault of the request."""
+        """The known sources, found in a thread; if their folder is gone, the request is not at fault."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._looker, self.sources)
         except ConfigError as error:
             raise UnavailableError(str(error)) from error
 
     def index(self) -> list[Listed]:
-        """All models that the server knows, loaded or not; first the one of requests that name none."""
+        """All known models, loaded or not; first the one for requests that name none."""
         return self._rows(self.sources())
 
     async def indexed(self) -> list[Listed]:
-        """The same, while other requests are answered."""
+        """The index, found while other requests are answered."""
         return self._rows(await self._known())
 
     def _rows(self, known: Mapping[str, Source]) -> list[Listed]:
@@ -234,10 +234,10 @@ class Repository:
         return [*rows, *(Listed(name, "", "UNAVAILABLE", self._reasons.get(name, "unloaded")) for name in others)]
 
     async def load(self, name: str) -> Model:
-        """Open what the name stands for now, and let it take the place of an older version.
+        """Open what the name stands for now, and let it replace an older version.
 
-        Requests in progress end with the version that they began with. If it cannot be opened, the older one stays.
-        A client that leaves does not end it: the thread would go on, and further ones would be started beside it.
+        Requests in progress end with the version that they began with. If opening fails, the older version stays. A
+        client that leaves does not stop it: its thread would go on, and others would be started beside it.
         """
         loading = asyncio.get_running_loop().create_task(self._loaded(name))
         self._tasks.add(loading)
@@ -265,11 +265,11 @@ class Repository:
             return self._models[name]
 
     def adopt(self, name: str, opened: Opened) -> None:
-        """Answer requests for this name with what was opened from now on."""
+        """Answer requests for this name with what was opened, from now on."""
         self._models[name] = Model(opened, self.policy(opened.served), partial(self.executed, name))
 
     async def unload(self, name: str) -> None:
-        """Take no further requests for a model, and close it after those in progress."""
+        """Take no more requests for a model, and close it after those in progress."""
         async with self._opening:
             model = self._models.pop(name, None)
             if model is None:
@@ -291,18 +291,18 @@ class Repository:
     def _forget(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen, even if the client that would be told has gone
+            task.exception()  # looked at, even if the client has gone
 
     async def watch(self, *, seconds: float, say: Say) -> None:
-        """Swap in newer weights as they appear, until cancelled; `say` gets a line for each, or why not."""
+        """Swap in newer weights as they appear, until cancelled; `say` gets a line for each, or the reason why not."""
         tried: dict[str, Tried] = {}  # by name
-        told: dict[str, str] = {}  # by name: the last reason
+        told: dict[str, str] = {}  # the last reason, by name
         now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(seconds)
             if not self._models:
                 continue
-            known = asyncio.ensure_future(self._known())  # once for all of them
+            known = asyncio.ensure_future(self._known())  # once for all models
             for name, model in list(self._models.items()):
                 try:
                     source = (await known)[name]
@@ -324,7 +324,7 @@ class Repository:
                     told[name] = reason
 
     def close(self) -> None:
-        """Let all threads end, after the batches that they compute and the model that they open."""
+        """Let all threads end after their current batches, and after a model that is being opened."""
         for threads in (self._opener, self._looker):
             threads.shutdown(wait=False, cancel_futures=True)
         for model in self._models.values():
@@ -338,7 +338,7 @@ def require_control(may_load: bool) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Why newer weights were not taken, in one line."""
+    """The reason, in one line, why newer weights were not taken."""
     if isinstance(error, KeyError | UnknownModelError):
         return "is gone"
     if isinstance(error, RuntimeError):
@@ -347,12 +347,12 @@ def _reason(error: Exception) -> str:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    """What a client's name is similar to; a search for similar ones to a megabyte would stop all other requests."""
+    """A similar name, unless the client's is long: searching with a megabyte would stop all other requests."""
     return did_you_mean(name[:SHOWN], known)
 
 
 def _open(source: Source) -> Opened:
-    """What a name stands for; UserError also if there is no memory for it beside the others."""
+    """Open a source; UserError also if there is no memory for it beside the other models."""
     try:
         return source.open()
     except SHORTAGES as error:

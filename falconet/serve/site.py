@@ -1,4 +1,4 @@
-"""What a browser sees: the page at `/`, the API's description, and Swagger UI at `/docs`; all of it works offline."""
+"""What a browser shows: the page at `/`, the API's description, and Swagger UI at `/docs`; all of it works offline."""
 
 import hashlib
 import importlib
@@ -11,7 +11,7 @@ from aiohttp import web
 from falconet.serve import openapi
 from falconet.serve.connections import refusal
 
-# `blob:` are the photos that were chosen, `data:` the icons in Swagger UI's style sheet.
+# `blob:` is for the chosen photos, `data:` for the icons in Swagger UI's style sheet.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' {images}; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -24,7 +24,7 @@ _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg"
 
 
 class Fixed:
-    """A file that is the same for every client, held in memory; a browser asks each time whether it has changed."""
+    """A file in memory, the same for every client; a browser asks each time whether it has changed."""
 
     def __init__(self, content: bytes, kind: str, policy: str = PAGE_POLICY) -> None:
         """`kind`: the media type; `policy`: what the browser may do with it."""
@@ -42,7 +42,7 @@ class Fixed:
 
 
 def add_routes(app: web.Application) -> None:
-    """Add the page, the description and Swagger UI. They say nothing about the models, so they need no API key."""
+    """Add the page, the description and Swagger UI. They reveal nothing about the models, so they need no API key."""
     pages = {file.name: file for file in (resources.files("falconet.serve") / "page").iterdir()}
     app.router.add_get("/", _fixed(pages.pop("index.html")).answer)
     description = Fixed(json.dumps(openapi.document()).encode(), "application/json")
@@ -60,7 +60,7 @@ def _fixed(file: Traversable, policy: str = PAGE_POLICY) -> Fixed:
 
 
 def _swagger_files() -> list[Traversable]:
-    """The files of Swagger UI that /docs uses; none if the package is not installed."""
+    """Swagger UI's files that /docs uses; none if the package is not installed."""
     try:
         folder = importlib.import_module("swagger_ui_bundle").swagger_ui_path
     except ModuleNotFoundError:

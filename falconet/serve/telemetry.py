@@ -1,4 +1,4 @@
-"""Telemetry: follows each request, and shows its record to metrics, log and traces when it ends."""
+"""Telemetry: follows each request, and passes its record to metrics, log and traces when it ends."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ _SANE = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Telemetry:
-    """Follows the requests of a server, and shows each to the metrics and to further observers at the end."""
+    """Follows a server's requests, and passes each to the metrics and to other observers when it ends."""
 
     def __init__(self, metrics: Metrics, observers: Sequence[Observer] = ()) -> None:
         self.metrics = metrics
@@ -33,9 +33,9 @@ class Telemetry:
 
     @contextlib.contextmanager
     def following(self, record: Record) -> Iterator[Record]:
-        """Inside the context, a request is answered."""
+        """Follow the request that is answered within the context."""
         self.in_flight += 1
-        CURRENT.set(record)  # until the end of the request's task, in which the headers of its answer get its id
+        CURRENT.set(record)  # until the request's task ends, which puts its id into the answer's headers
         try:
             yield record
         finally:
@@ -45,7 +45,7 @@ class Telemetry:
                 observe(record)
 
     def refused(self, *, client: str, status: int, error: str, bytes_out: int) -> Record:
-        """Show a request that was refused before it could be followed: it is not HTTP, or its headers are too long."""
+        """Record a request refused before it could be followed: not HTTP, or with too long headers."""
         record = Record(id=request_id(None), client=client, method="", route="")
         with self.following(record):
             record.status, record.error, record.bytes_out = str(status), error, bytes_out
@@ -53,7 +53,7 @@ class Telemetry:
         return record
 
     def follow(self, app: web.Application) -> None:
-        """Follow the requests of an application, around the middlewares that are added later."""
+        """Follow an application's requests, outside the middlewares that are added later."""
         app.middlewares.append(self._followed())
         app.on_response_prepare.append(_identified)
 
@@ -95,22 +95,22 @@ async def _identified(_: web.Request, response: web.StreamResponse) -> None:
 
 
 def reason_of_status(status: int) -> str:
-    """A refusal by aiohttp in words."""
+    """The reason, in a word, of a refusal by aiohttp."""
     return HTTPStatus(status).phrase.lower().replace(" ", "_")
 
 
 def request_id(sent: str | None) -> str:
-    """The client's, if it is short and printable, else a new one."""
+    """The id of a request: the client's if it is short and printable, else a new one."""
     return sent if sent is not None and _SANE.fullmatch(sent) else f"{random.getrandbits(64):016x}"
 
 
 @contextlib.contextmanager
 def from_options(options: TelemetryOptions, metrics: Metrics, say: Say) -> Iterator[Telemetry]:
-    """What the options ask for; on exit, what is left of logs and traces is written, unless that takes long."""
+    """The telemetry that the options ask for; on exit, remaining logs and traces are written unless that takes long."""
     with contextlib.ExitStack() as closing:
         observers: list[Observer] = []
         if options.opentelemetry:
-            from falconet.serve.tracing import Tracing  # needs packages of an extra of its own
+            from falconet.serve.tracing import Tracing  # needs the packages of an extra
 
             traces = Tracing(say)
             closing.callback(traces.close)

@@ -10,7 +10,7 @@ from falconet.serve.access import private
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A certificate and its key, which are known to fit each other."""
+    """A certificate and its key, which fit each other."""
 
     certificate: bytes  # PEM, with the certificates of its issuers
     key: bytes = field(repr=False)  # PEM, not encrypted
@@ -18,7 +18,7 @@ class Identity:
 
 
 def read_identity(certificate: Path | None, key: Path | None) -> Identity | None:
-    """The files' certificate and key; None: neither is named. ConfigError if they cannot be used."""
+    """Read the certificate and the key; None if neither is named; ConfigError if they cannot be used."""
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
@@ -35,7 +35,7 @@ def read_identity(certificate: Path | None, key: Path | None) -> Identity | None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
 
-    def refuse() -> str:  # else OpenSSL would ask for a passphrase on the terminal
+    def refuse() -> str:  # otherwise OpenSSL would ask for a passphrase on the terminal
         raise ConfigError(
             f"--tls-key: {key}: is encrypted; expected a key without a passphrase, as"
             " `openssl pkey -in KEY -out PLAIN` writes"
@@ -51,7 +51,7 @@ def read_identity(certificate: Path | None, key: Path | None) -> Identity | None
 
 
 def _problem(error: ssl.SSLError, certificate: Path, chain: bytes, key: Path, secret: bytes) -> str:
-    """What is wrong, in one line: OpenSSL says only `PEM lib` for most of it."""
+    """The problem in one line; for most problems, OpenSSL only says `PEM lib`."""
     if error.reason == "KEY_VALUES_MISMATCH":
         return f"--tls-key: {key}: is not the key of {certificate}"
     if b"-----BEGIN CERTIFICATE-----" not in chain:

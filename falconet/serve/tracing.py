@@ -1,4 +1,4 @@
-"""Traces of requests for OpenTelemetry, with the spans of decoding, waiting and computing."""
+"""OpenTelemetry traces of requests, with spans for decoding, waiting and computing."""
 
 import logging
 import textwrap
@@ -17,22 +17,22 @@ from falconet.errors import printable
 from falconet.report.console import Say
 from falconet.serve.records import LONGEST, Record
 
-FLUSH_SECONDS = 2.0  # at the end, for what waits
+FLUSH_SECONDS = 2.0  # at the end, to send what is waiting
 SERVERS_FAULT = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")  # in gRPC
 
 
 class Tracing:
     """Sends a span per request; a trace that the client began is continued.
 
-    Spans are made when a request has ended, from its record: nothing is kept open while it is answered. They are sent
-    by a thread of the SDK, which drops what it cannot send.
+    Spans are made from a request's record when it has ended: nothing is kept open meanwhile. A thread of the SDK sends
+    them, and drops what it cannot send.
     """
 
     def __init__(self, say: Say, processor: SpanProcessor | None = None) -> None:
-        """`say` gets the first failure to send; `processor`: instead of the exporter that OTEL_* describe."""
+        """`say` gets the first failure to send; `processor` replaces the exporter that OTEL_* describe."""
         self._quiet = _OneLine(say)
         logging.getLogger("opentelemetry").addHandler(self._quiet)
-        logging.getLogger("opentelemetry").propagate = False  # else the SDK prints tracebacks
+        logging.getLogger("opentelemetry").propagate = False  # otherwise the SDK prints tracebacks
         named = Resource({SERVICE_NAME: "falconet"}).merge(OTELResourceDetector().detect())  # the environment wins
         self._provider = TracerProvider(resource=Resource.create().merge(named), shutdown_on_exit=False)
         self._provider.add_span_processor(processor or BatchSpanProcessor(OTLPSpanExporter()))
@@ -60,9 +60,9 @@ class Tracing:
         record.trace = trace.format_trace_id(span.get_span_context().trace_id)
 
     def close(self) -> None:
-        """Send what waits, unless that takes long; what fails then is not said."""
+        """Send what is waiting, unless that takes long; failures are no longer reported."""
         self._quiet.has_said = True
-        # The SDK's own limit does not end an attempt that is under way.
+        # The SDK's own limit does not end an attempt in progress.
         closing = threading.Thread(target=self._provider.shutdown, name="opentelemetry-end", daemon=True)
         closing.start()
         closing.join(FLUSH_SECONDS)
@@ -89,7 +89,7 @@ def _attributes(record: Record) -> dict[str, str | int]:
 
 
 class _OneLine(logging.Handler):
-    """Says the first failure of the SDK in one line, and nothing about later ones."""
+    """Reports the SDK's first failure in one line, and no later ones."""
 
     def __init__(self, say: Say) -> None:
         super().__init__(logging.WARNING)
@@ -100,4 +100,4 @@ class _OneLine(logging.Handler):
             self.has_said = True
             cause = record.exc_info[1] if record.exc_info else None
             why = textwrap.shorten(f"{record.getMessage()} {cause or ''}", LONGEST, placeholder="...")
-            self._say(printable(f"opentelemetry: {why}; traces are lost until that works, and this is not said again"))
+            self._say(printable(f"opentelemetry: {why}; traces are lost until that works; this is reported only once"))

@@ -1,7 +1,7 @@
-"""Uploads: the photos in a request body, which may be a photo itself, a form with files, or JSON with base64.
+"""Uploads: the photos in a request body, which is a photo itself, a form with files, or JSON with base64.
 
-The parts of a form are views of the body, found by one search for its boundary. aiohttp's reader would copy them on the
-thread of the event loop, and Python's email parser makes text of every line.
+The parts of a form are views of the body, found by one search for its boundary. aiohttp's reader would copy them in the
+event loop's thread, and Python's email parser makes text of every line.
 """
 
 import binascii
@@ -22,28 +22,28 @@ from falconet.serve import json_body
 from falconet.serve.refusals import RequestError, TooLargeError
 
 EXPECTED = "a JPEG, PNG or WebP file, multipart/form-data with files, or JSON with base64"
-MOST_PHOTOS = 256  # in one request
-MOST_BYTES = 64 << 20  # of one photo
-MOST_NAME = 100  # characters of a file's name in an answer
-MOST_FIELDS = 32  # of a form, besides its files
-MOST_FIELD = 1024  # bytes of a field's value
-MOST_HEADER = 4096  # bytes of a part's headers
-SHOWN = 16  # bytes of a body in an error
-LONG = 256  # bytes of a JSON string that is not left to the JSON parser
-PIECE = 1 << 18  # characters of base64 decoded at once, in half a millisecond: the GIL is held meanwhile
+MOST_PHOTOS = 256  # per request
+MOST_BYTES = 64 << 20  # per photo
+MOST_NAME = 100  # characters in a file's name in an answer
+MOST_FIELDS = 32  # in a form, besides its files
+MOST_FIELD = 1024  # bytes in a field's value
+MOST_HEADER = 4096  # bytes in a part's headers
+SHOWN = 16  # bytes of a body shown in an error
+LONG = 256  # bytes; a JSON string from this length on is not left to the JSON parser
+PIECE = 1 << 18  # characters of base64 decoded at once, in half a millisecond, because the GIL is held meanwhile
 
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """A photo that a client sent; what it contains has not been looked at."""
+    """A photo that a client sent, whose content has not been looked at."""
 
-    name: str  # printable and short; empty for a body that is a photo
-    encoded: memoryview  # of the body, unless it was base64
+    name: str  # printable and short; empty if the body is the photo
+    encoded: memoryview  # a view of the body, unless it was base64
 
 
 @dataclass(frozen=True, eq=False)
 class Uploads:
-    """The photos of a request, and what else it asks for."""
+    """The photos in a request, and its other fields."""
 
     photos: list[Upload]
     fields: dict[str, str]  # `top` and others, as text
@@ -52,12 +52,13 @@ class Uploads:
 def read(
     body: memoryview, content_type: str, *, most_photos: int = MOST_PHOTOS, most_bytes: int = MOST_BYTES
 ) -> Uploads:
-    """The photos of a complete body, each of at most `most_bytes`; RequestError or TooLargeError say what is wrong.
+    """Read the photos in a complete body, of at most `most_bytes` each; RequestError or TooLargeError if that fails.
 
-    A photo is recognised by its first bytes, whatever the Content-Type is: curl's `--data-binary` claims a form.
+    A photo is recognised by its first bytes, whatever the Content-Type says: curl's `--data-binary` claims a form.
     """
     head = bytes(body[: max(HEAD, SHOWN)])
-    kind = _message(f"Content-Type: {content_type}") if content_type else Message()
+    header = f"Content-Type: {content_type}".encode("utf-8", "surrogateescape")  # back to the bytes that were sent
+    kind = _message(header) if content_type else Message()
     if is_photo(head):
         found = Uploads([Upload("", body)], {})
     elif content_type and kind.get_content_maintype() == "multipart":
@@ -109,10 +110,10 @@ _TRANSFERRED = ("", "7bit", "8bit", "binary")  # as they are
 
 
 def _parts(body: memoryview, boundary: bytes) -> Iterator[memoryview]:
-    """What is between the boundaries, which are lines of their own."""
+    """The parts of a form, which lie between boundaries on lines of their own."""
     line, begin = b"--" + boundary, None
     first = [(0, len(line))] if bytes(body[: len(line)]) == line else []
-    others = re.finditer(re.escape(b"\r\n" + line), body)  # linear, as is any search for a fixed text
+    others = re.finditer(re.escape(b"\r\n" + line), body)  # linear, like any search for a fixed text
     for start, end in itertools.chain(first, (found.span() for found in others)):
         after = _AFTER_BOUNDARY.match(body, end)
         if after is None:
@@ -128,11 +129,11 @@ def _parts(body: memoryview, boundary: bytes) -> Iterator[memoryview]:
 
 
 def _headers_and_content(part: memoryview, number: int) -> tuple[Message, memoryview]:
-    head = b"\r\n" + bytes(part[:MOST_HEADER])  # so that the blank line is found if it is the first
+    head = b"\r\n" + bytes(part[:MOST_HEADER])  # so that a blank line at the start is found
     end = head.find(b"\r\n\r\n")
     if end < 0:
         raise RequestError(f"part {number} of the form: no blank line within {MOST_HEADER:,} bytes of headers")
-    header = _message(str(head[2:end], "utf-8", "replace"))
+    header = _message(head[2:end])
     if header.get_content_maintype() == "multipart":
         raise RequestError(f"part {number} of the form: {header.get_content_type()} within a form is not supported")
     coded = str(header.get("Content-Transfer-Encoding", ""))
@@ -143,15 +144,15 @@ def _headers_and_content(part: memoryview, number: int) -> tuple[Message, memory
 
 @contextlib.contextmanager
 def _readable(what: str) -> Iterator[None]:
-    """Inside the context, encoded parameters of headers are read; Python's parser has no error of its own for them."""
+    """Refuse what Python's parser of header parameters cannot read within the context; it has no error of its own."""
     try:
         yield
-    except (TypeError, ValueError):  # of encodings that are none, and of pieces without numbers or with huge ones
+    except (TypeError, ValueError):  # from unknown encodings, and pieces with no numbers or huge ones
         raise RequestError(f"{what} cannot be read; expected plain text, or UTF-8 as in name*=utf-8''x") from None
 
 
-def _message(headers: str) -> Message:
-    return email.parser.HeaderParser().parsestr(headers)
+def _message(headers: bytes) -> Message:
+    return email.parser.HeaderParser().parsestr(str(headers, "utf-8", "replace"))
 
 
 def _read_json(body: memoryview, *, most_photos: int, most_bytes: int) -> Uploads:
@@ -186,10 +187,10 @@ def _why_neither(content: object) -> str:
 
 
 def _without_long(body: memoryview) -> tuple[bytes, list[memoryview]]:
-    """The JSON with marks in place of its long strings, and their content; ValueError if much is left.
+    """Replace long strings in JSON by marks; return the JSON and the strings; ValueError if much is left.
 
-    Only quotes are looked for: in valid JSON, what follows one and does not go on with punctuation is a string. A quote
-    that a string escapes leaves invalid JSON behind.
+    Only quotes are looked for: in valid JSON, what follows a quote is a string unless it begins with punctuation. An
+    escaped quote in a string leaves invalid JSON behind.
     """
     text = np.frombuffer(body, np.uint8)
     is_quote = text == ord('"')
@@ -206,12 +207,12 @@ def _without_long(body: memoryview) -> tuple[bytes, list[memoryview]]:
     kept.append(_kept(body[done:]))
     left = sum(map(len, kept))
     if left > json_body.MOST_REST:
-        raise ValueError(f"{left:,} bytes beside the photos, expected at most {json_body.MOST_REST:,}")
+        raise ValueError(f"{left:,} bytes besides the photos, expected at most {json_body.MOST_REST:,}")
     return b"".join(kept), cut
 
 
 def _kept(text: memoryview) -> bytes:
-    """No more of a text than shows that it is too long."""
+    """The text, or as much of it as shows that it is too long."""
     return bytes(text[: json_body.MOST_REST + 1])
 
 
@@ -223,7 +224,7 @@ def _photo(value: object, where: str, called: str, *, most_bytes: int) -> Upload
                 raise RequestError(f"{where}: unknown {_shown(key)}, expected name and data")
         name, value = value.get("name", ""), value.get("data")
         if isinstance(name, memoryview):
-            name = str(name[: 2 * MOST_NAME], "utf-8", "replace")  # as it was sent, escapes and all: it is cut anyway
+            name = str(name[: 2 * MOST_NAME], "utf-8", "replace")  # as sent, with its escapes: it is shortened anyway
         if not isinstance(name, str):
             raise RequestError(f"{where}.name: got {_kind(name)}, expected a text")
         where = f"{where}.data"
@@ -238,7 +239,7 @@ _ESCAPED = {rb"\/": b"/", rb"\u002B": b"+", rb"\u002b": b"+", rb"\u003D": b"=", 
 
 
 def _from_base64(text: memoryview, where: str, *, most_bytes: int) -> memoryview:
-    """The bytes; each piece is written to its place at once, so that there is no second copy."""
+    """Decode base64; each piece is written straight to its place, so that there is no second copy."""
     if re.search(rb"\\", text):
         plain = bytes(text)
         for escape, character in _ESCAPED.items():
@@ -300,13 +301,13 @@ def _kind(value: object) -> str:
 
 
 def _name(text: str) -> str:
-    """On one line, of characters that every terminal and every log can take."""
+    """Shorten a text to one line of characters that every terminal and every log can take."""
     clean = printable(text.encode("utf-8", "replace").decode("utf-8")).strip()
     return clean if len(clean) <= MOST_NAME else f"{clean[: MOST_NAME - 3]}..."
 
 
 def _text_of(parameter: object) -> str:
-    """A header's parameter, which is three texts if it was encoded."""
+    """The text of a header's parameter, which has three parts if it was encoded."""
     return email.utils.collapse_rfc2231_value(parameter) if isinstance(parameter, str | tuple) else ""
 
 

@@ -1,4 +1,4 @@
-"""What happens in a run, read top to bottom: run, phase, plan, build, loop, step, evaluate, log, save.
+"""What happens in a run, in this order: preparation, run, build, plan, phase, loop, step, log, validation, conclusion.
 
 `falconet.train(...)` is also the function of the Python API: Python binds a package's name in its parent as soon as
 anything in it is imported, so the package itself is made callable.

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from falconet.checkpoint import disk
 from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Company, SharedWriter, Writer
-from falconet.config import commands, rules
+from falconet.config import commands, facts
 from falconet.config.fields import value_or
 from falconet.config.options import rate_share, resolutions, share_of
 from falconet.data.dataset import Dataset, published_dataset
@@ -19,6 +19,8 @@ from falconet.data.loader import BatchShape
 from falconet.data.resident import require_size
 from falconet.data.storage import ArraySource
 from falconet.errors import ConfigError, named_option
+from falconet.evaluation.evaluate import require_accuracy
+from falconet.evaluation.saved_model import refuse_download
 from falconet.models import zoo
 from falconet.models.depth import orthogonal_names
 from falconet.models.freezing import matching
@@ -52,12 +54,12 @@ from falconet.parallel.world import World, keep_compiled, open_world
 from falconet.parallel.zero import Piece, ShardedReplicas
 from falconet.report import console
 from falconet.report.console import Say, Screen, counted
-from falconet.train import defaults, processes, saved_model
+from falconet.train import defaults, processes
 from falconet.train.capture import WARM, CapturedStep, Preparing
-from falconet.train.evaluate import require_accuracy
-from falconet.train.placement import Placement, Setup, WholeModel, numbered
+from falconet.train.placement import Placement, WholeModel
 from falconet.train.plan import Phase, Plan, phases_of, plan_of
-from falconet.train.processes import Launch
+from falconet.train.preparation import Launch
+from falconet.train.setup import Setup, numbered
 from falconet.train.step import LocalStep, Prepare, Step
 
 
@@ -115,7 +117,7 @@ def phases_built(launch: Launch, site: Site) -> list["BuiltPhase"]:
 def with_images(launch: Launch) -> Launch:
     """The run with its data open, once for everything that needs it; images that are made up depend on the batch."""
     options = launch.loaded.options
-    if launch.images is not None or not rules.is_stored(options):
+    if launch.images is not None or not facts.is_stored(options.data):
         return launch
     return replace(launch, images=_open_images(launch, global_batch=options.data.micro_batch))
 
@@ -129,7 +131,7 @@ def _open_images(launch: Launch, *, global_batch: int) -> Dataset:
         if published is not None:
             return published
     if launch.restored:
-        saved_model.refuse_download(launch.loaded)
+        refuse_download(launch.loaded)
     return defaults.open_images(options, global_batch=global_batch)
 
 
@@ -157,7 +159,7 @@ def _check_labels(images: Dataset, launch: Launch) -> None:
             "--sampler: got 'balanced', but photos with several labels have no one class to draw by; expected"
             " --class-weights balanced"
         )
-    if not launch.conventions.is_ours:
+    if not launch.conventions.takes_several_labels:
         require_accuracy(images, "falconet train")
 
 
@@ -289,7 +291,7 @@ class BuiltPhase:
             rank=grid.replicas.rank,
             copies=grid.replicas.size,
         )
-        attach_pieces(optimizer, self.model, shards=shards, numbers=self.placement.numbers())
+        attach_pieces(optimizer, self.model, shards=shards, numbers=self.placement.network.numbers)
         if options.parallel.offload_optimizer and device.type != "cpu":
             state.hosted = HostedState(optimizer, bucket_megabytes=options.parallel.bucket_size, device=device)
         if options.optimizer.ema_half_life is not None:
@@ -302,17 +304,17 @@ class BuiltPhase:
         return Treatment(
             undecayed=self._undecayed(),
             shares=self._shares(),
-            later=self.placement.later(),
-            orthogonal=orthogonal_names(self.placement.whole) if rule.optimizer == "muon" else frozenset(),
+            later=self.placement.network.later,
+            orthogonal=orthogonal_names(self.placement.network.model) if rule.optimizer == "muon" else frozenset(),
         )
 
     def _shares(self) -> dict[str, float]:
         """The shares of the learning rate, by the weights' depth and by their names."""
         rule = self.options.optimizer
-        shares = dict(self.placement.rate_shares(rule.layer_decay)) if rule.layer_decay != 1.0 else {}
+        shares = dict(self.placement.network.rate_shares(rule.layer_decay)) if rule.layer_decay != 1.0 else {}
         for pattern, factor in map(rate_share, rule.lr_share):
             with named_option("lr_share"):
-                for name in matching(self.placement.weights, [pattern]):
+                for name in matching(self.placement.network.weights, [pattern]):
                     shares[name] = shares.get(name, 1.0) * factor
         return shares
 
@@ -322,17 +324,19 @@ class BuiltPhase:
         if options.optimizer == "lars" and options.lars_skip:
             # Matched against all weights: a pattern may name those that --trainable freezes.
             with named_option("lars_skip"):
-                named = matching(self.placement.weights, options.lars_skip)
-            return named & frozenset(self.placement.trained)
+                named = matching(self.placement.network.weights, options.lars_skip)
+            return named & frozenset(self.placement.network.trained)
         return undecayed_names(self.model, options.weight_decay_exclude)
 
     def step(self, state: TrainState, *, preparing: Preparing = nullcontext, warm: int = WARM) -> Step:
         """`preparing`: the context in which kernels are compiled and updates captured. `warm`: updates before that."""
-        step = self.placement.step(state, replicas=self.replicas, offender=self.offender)
-        if self.uncaptured:
-            return step
-        assert isinstance(step, LocalStep)
-        return CapturedStep(step, self.site.world, note=self.site.note, preparing=preparing, warm=warm)
+
+        def capture(step: LocalStep) -> Step:
+            if self.uncaptured:
+                return step
+            return CapturedStep(step, self.site.world, note=self.site.note, preparing=preparing, warm=warm)
+
+        return self.placement.step(state, replicas=self.replicas, offender=self.offender, capture=capture)
 
     @property
     def uncaptured(self) -> str | None:
@@ -341,8 +345,8 @@ class BuiltPhase:
             return "there is no CUDA device"
         if not self.options.machine.capture:
             return "--no-capture"
-        if self.launch.division.stages > 1:
-            return "stages of a pipeline wait for one another"
+        if self.placement.uncaptured:
+            return self.placement.uncaptured
         if self.options.parallel.offload_optimizer:
             return "the optimizer's state is in host memory"
         return None
@@ -353,7 +357,7 @@ def _compile_ahead(rehearse: Callable[[], None], *, launch: Launch, site: Site, 
     from falconet.numerics.kernels.compilation import Compilation  # Triton comes with CUDA only
 
     def report(number: int) -> None:
-        if launch.conventions.is_ours:
+        if launch.conventions.shows_compilation:
             site.screen.line(f"compiling {counted(number, 'kernel')} for {network}")
 
     place = launch.place if site.world.size > 1 else None  # a process that tries something is alone
@@ -371,7 +375,7 @@ def loss_scale(options: commands.TrainOptions, plan: Plan, *, regime: Regime, wo
     """The scale that the options ask for; None: neither they nor the regime need one."""
     numerics = options.numerics
     initial, final = numerics.initial_loss_scaling, numerics.loss_scaling
-    if not rules.is_scaled(options):
+    if not facts.is_scaled(numerics, options.machine):
         return None
     if numerics.auto_loss_scaling:
         return AutomaticScale(

@@ -1,20 +1,22 @@
 """What data, device and pretrained weights decide where the options leave it open; a checkpoint then states it."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any
 
-from falconet.checkpoint import initial_weights
-from falconet.checkpoint.initial_weights import Asked, InitialWeights
-from falconet.config import commands, rules
-from falconet.config.fields import value_or
-from falconet.config.load import LOWERED, Loaded, Options
-from falconet.config.recipes import EXTENDS, PHOTOS, is_file, source_of
-from falconet.config.settings import CHECKPOINT, WEIGHTS, is_asked_for
+from falconet.checkpoint import format
+from falconet.checkpoint.foreign import read_file
+from falconet.checkpoint.initial_weights import InitialWeights
+from falconet.checkpoint.manifest import MANIFEST
+from falconet.checkpoint.origin import Origin, find_origin, own_origin
+from falconet.config import commands, facts, rules
+from falconet.config.fields import options_of, value_or
+from falconet.config.load import LOWERED, LoadedTraining
+from falconet.config.recipes import EXTENDS, PHOTOS_CONFIG, is_file, source_of
+from falconet.config.settings import is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, refitted
-from falconet.errors import CheckpointError, ConfigError
+from falconet.errors import ConfigError
+from falconet.evaluation.saved_model import find_weights, fitted
 from falconet.models import pretrained
-from falconet.models.pretrained import FILE
 from falconet.numerics.precision import automatic
 from falconet.parallel.world import device_kind
 
@@ -22,7 +24,30 @@ EPOCHS_OF_ONE = 1000  # photo; four times as many photos are repeated half as of
 FEWEST_EPOCHS, MOST_EPOCHS = 5, 60
 
 
-def with_weights(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands.TrainOptions], InitialWeights | None]:
+def with_origin(loaded: LoadedTraining) -> tuple[LoadedTraining, tuple[str, ...]]:
+    """The options of the model that follow from the weights of --init-path, and what to print about them.
+
+    They are stored with the run, which needs the weights only once. Missing ones are reported where they are read.
+    """
+    path = loaded.options.training.init_path
+    if path is None or not path.exists():
+        return loaded, ()
+    asked = loaded.options.model.model if loaded.chooses("model") else None
+    if path.is_file() and not (path.parent / MANIFEST).exists():
+        origin = find_origin(read_file(path), model=asked)
+    else:
+        folder = path.parent if path.is_file() else path
+        origin = own_origin(format.choose(folder, "best", lambda _: None).manifest, model=asked)
+    known = options_of(commands.TrainOptions)
+    of_model = {name: value for name, value in origin.options.items() if known[name].path[0] == "model"}
+    if not of_model:
+        return loaded, ()
+    loaded = loaded.over(Origin(origin.why, of_model).table())
+    concluded = origin.line(loaded.sources)
+    return loaded, (concluded,) if concluded else ()
+
+
+def with_weights(loaded: LoadedTraining) -> tuple[LoadedTraining, InitialWeights | None]:
     """The weights that a new run starts with, and the options with what they were trained with.
 
     Several processes may call it at once: the Hugging Face library locks its cache while it downloads.
@@ -44,30 +69,7 @@ def with_weights(loaded: Loaded[commands.TrainOptions]) -> tuple[Loaded[commands
     return fitted(loaded, found), found
 
 
-def find_weights(name: str, asked: Asked, *, otherwise: str, fetched: bool = True) -> InitialWeights:
-    """The weights that --pretrained asks for; an error says how to get them. `otherwise`: the last of the ways."""
-    try:
-        return initial_weights.find(name, asked, fetched=fetched)
-    except CheckpointError as error:
-        if asked != "published":
-            expected = "a safetensors or torch file, a checkpoint or a run folder"
-        elif pretrained.is_published(name):
-            file = f"--pretrained {FILE} after `{pretrained.download_line(name)}` on another machine"
-            expected = f"a network, {file}, {otherwise}"
-        else:
-            expected = f"a model of `falconet models` that has some, a file as --pretrained PATH, {otherwise}"
-        raise CheckpointError(f"--pretrained: {error}; expected {expected}") from None
-
-
-def fitted(loaded: Loaded[Options], weights: InitialWeights) -> Loaded[Options]:
-    """The options with those that follow from weights, below the ones that the line states."""
-    options: Any = loaded.options
-    made = loaded.over({**weights.options, **weights.inputs.table(options.data)})
-    sources = {name: WEIGHTS if source == CHECKPOINT else source for name, source in made.sources.items()}
-    return replace(made, sources=sources)
-
-
-def weight_notes(loaded: Loaded[commands.TrainOptions], initial: InitialWeights | None) -> tuple[str, ...]:
+def weight_notes(loaded: LoadedTraining, initial: InitialWeights | None) -> tuple[str, ...]:
     """Say why a run starts with random weights, where published ones may be expected."""
     options, sources = loaded.options, loaded.sources
     if initial or options.training.init_path:
@@ -77,7 +79,8 @@ def weight_notes(loaded: Loaded[commands.TrainOptions], initial: InitialWeights 
     files = filter(is_file, sources.values())
     if options.data.data == "folder" and not is_asked_for(sources.get("pretrained")) and (file := next(files, None)):
         return (
-            f"{file} has no `{EXTENDS}: {PHOTOS}`: what it leaves out has general defaults, such as random weights",
+            f"{file} has no `{EXTENDS}: {PHOTOS_CONFIG}`: what it leaves out has general defaults, such as random"
+            " weights",
         )
     return ()
 
@@ -94,33 +97,39 @@ def open_images(options: commands.TrainOptions, *, global_batch: int) -> Dataset
         model=options.model.model,
         global_batch=global_batch,
         seed=options.run.seed,
-        use_objects=rules.boxes_used(options),
+        use_objects=facts.boxes_used(options.data, options.augmentation),
         percentage=options.training.dataset_percentage,
         to_train=True,
     )
 
 
-def with_photos(
-    loaded: Loaded[commands.TrainOptions],
-) -> tuple[Loaded[commands.TrainOptions], InitialWeights | None, Dataset | None]:
-    """The options and weights of a new run, with the user's photos, if those are its data.
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """The options of a run without auto for those that depend on its data or device, and what was opened for them."""
+
+    loaded: LoadedTraining
+    initial: InitialWeights | None  # the weights that a new run starts with
+    images: Dataset | None  # the data, if it is open and does not depend on the batch
+
+
+def settle(loaded: LoadedTraining, *, is_new: bool) -> Settled:
+    """Settle the options; a new run's weights are downloaded, and its photos opened.
 
     The photos are opened first: a wrong folder is reported before hundreds of megabytes of weights are downloaded.
     """
-    is_photos = loaded.options.data.data == "folder"
-    photos = open_images(loaded.options, global_batch=loaded.options.data.micro_batch) if is_photos else None
-    loaded, initial = with_weights(loaded)
-    return loaded, initial, refitted(photos, loaded.options.data, loaded.options.model.model) if photos else None
+    photos = _photos(loaded.options) if is_new else None
+    weighted, initial = with_weights(loaded) if is_new else (loaded, None)
+    fitting = refitted(photos, weighted.options.data, weighted.options.model.model) if photos else None
+    settled, images = _with_length(_with_precision(weighted), fitting)
+    return Settled(loaded=settled, initial=initial, images=images)
 
 
-def settled(
-    loaded: Loaded[commands.TrainOptions], images: Dataset | None = None
-) -> tuple[Loaded[commands.TrainOptions], Dataset | None]:
-    """The same options without auto for those that depend on the data or the device, and the data if it is open."""
-    return _with_length(_with_precision(loaded), images)
+def _photos(options: commands.TrainOptions) -> Dataset | None:
+    """The user's photos, if those are the data."""
+    return open_images(options, global_batch=options.data.micro_batch) if options.data.data == "folder" else None
 
 
-def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.TrainOptions]:
+def _with_precision(loaded: LoadedTraining) -> LoadedTraining:
     machine = loaded.options.machine
     if machine.precision != "auto":
         return loaded
@@ -128,12 +137,10 @@ def _with_precision(loaded: Loaded[commands.TrainOptions]) -> Loaded[commands.Tr
     return replace(loaded, options=replace(loaded.options, machine=machine))
 
 
-def _with_length(
-    loaded: Loaded[commands.TrainOptions], images: Dataset | None
-) -> tuple[Loaded[commands.TrainOptions], Dataset | None]:
-    """With epochs for the number of images, and a batch and a warm-up that suit them, unless the line states those."""
+def _with_length(loaded: LoadedTraining, images: Dataset | None) -> tuple[LoadedTraining, Dataset | None]:
+    """The options with epochs, batch and warm-up for the number of images, unless the line states them."""
     options = loaded.options
-    is_open = {name: loaded.sources.get(name) == source_of(PHOTOS) for name in LOWERED}
+    is_open = {name: loaded.sources.get(name) == source_of(PHOTOS_CONFIG) for name in LOWERED}
     if options.training.epoch != "auto" and not any(is_open.values()):
         return loaded, images
     images = images or open_images(options, global_batch=options.data.micro_batch)
@@ -150,7 +157,7 @@ def _with_length(
         updates = options.training.limit(per_epoch) or options.training.epochs * per_epoch
         warmup = warmup_for(options.learning_rate.warmup_epoch, updates=updates, per_epoch=per_epoch)
         options = replace(options, learning_rate=replace(options.learning_rate, warmup_epoch=warmup))
-    is_fixed = rules.is_stored(options)  # others depend on the batch
+    is_fixed = facts.is_stored(options.data)  # others depend on the batch
     return replace(loaded, options=options), images if is_fixed else None
 
 

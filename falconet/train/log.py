@@ -1,33 +1,23 @@
-"""What a run reports while it trains: log points, epochs, histograms of weights, and the file for MLPerf."""
+"""What a run reports while it trains: log points, epochs, and histograms of weights."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from falconet.checkpoint.format import whole_after
 from falconet.checkpoint.state import Totals, TrainState
-from falconet.config import commands, rules
-from falconet.config.fields import options_of, value_of
 from falconet.parallel.world import World
 from falconet.report.console import Screen, counted
 from falconet.report.epochs import ACCURACY, Metric
 from falconet.report.histograms import count_histograms, no_histograms, read_histograms
-from falconet.report.mlperf import Submission, tensor_name
-from falconet.report.sinks import Sink
-from falconet.report.styles import Facts, Point, RunLog, Style
+from falconet.report.styles import Point, Style
 from falconet.report.throughput import Laps, Rate, Reading, Stopwatch
 from falconet.report.trackers import Tracker
 from falconet.train.metrics import Measurements, Meter
 from falconet.train.plan import Plan
-
-if TYPE_CHECKING:
-    from falconet.train.build import BuiltPhase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +119,7 @@ class Log:
         return {"train/loss": epoch.mean_loss, f"train/{self.metric.training}": epoch.accuracy}
 
     def end(self) -> None:
-        """After the last update."""
+        """End what is printed of the updates, after the last one."""
         stopwatch = self.output.stopwatch
         self.output.style.end(trained=stopwatch.lap().seconds - self._before, whole=self.seconds)
 
@@ -205,88 +195,3 @@ def weight_drawing(
                 sink.write_weights(update, dict(zip(names, found, strict=True)))
 
     return draw
-
-
-def open_style(built: "BuiltPhase", folder: Path, *, sinks: Sequence[Sink]) -> Style:
-    """The style of a phase, with its first lines printed; only the first process writes files."""
-    options, is_first, conventions = built.options, built.site.world.is_first, built.launch.conventions
-    style = conventions.style(RunLog(built.site.screen.line, folder if is_first else None, sinks=sinks))
-    asked, restored = built.launch.loaded.options, built.restored
-    style.begin(
-        Facts(
-            options={name: value_of(asked, option) for name, option in options_of(type(asked)).items()},
-            typed=conventions.typed,
-            folder=folder,
-            model=built.placement.layers,
-            parameters=built.placement.parameters,
-            global_batch=built.plan.global_batch,
-            replicas=built.plan.replicas,
-            stages=rules.stages_of(options.parallel),
-            image_size=built.images.training.image_size,
-            epochs=built.plan.epoch_at(built.plan.updates),
-            metric=built.images.metric,
-            validates=built.plan.validation_mode != "none",
-            averages=options.optimizer.ema_half_life is not None,
-            restored=restored.folder if restored else None,
-            is_newest=not restored or whole_after(restored.folder.parent, restored.manifest.progress) is None,
-        )
-    )
-    return style
-
-
-BENCHMARK = "resnet"
-
-
-def submission(
-    options: commands.TrainOptions, plan: Plan, *, weights: Sequence[str], validated: int, epochs: int, began: float
-) -> Submission:
-    """`weights`: names of the trained ones; `validated`: validation images; `epochs`: of all phases."""
-    learning, rule = options.learning_rate, options.optimizer
-    is_benchmark = options.model.model == "resnet50" and options.data.data == "imagenet"
-    values = {
-        "submission_benchmark": BENCHMARK,
-        "submission_division": "closed" if is_benchmark else "open",
-        "submission_org": "Falconet",
-        "submission_status": "research",
-        "submission_platform": f"{plan.replicas} x {_device(options)}",
-        "seed": options.run.seed,
-        "global_batch_size": plan.global_batch,
-        "gradient_accumulation_steps": plan.accumulation,
-        "opt_weight_decay": rule.weight_decay,
-        "opt_learning_rate_warmup_epochs": learning.warmup_epoch,
-        "model_bn_span": options.parallel.batchnorm_span * plan.micro_batch,
-        "train_samples": plan.images,
-        "eval_samples": validated,
-        **_rule(options, plan),
-    }
-    return Submission(values=values, tensors=[tensor_name(name) for name in weights], epochs=epochs, began=began)
-
-
-def _rule(options: commands.TrainOptions, plan: Plan) -> dict[str, object]:
-    """MLPerf has keys for sgd and lars; for other rules, the name and what all rules have."""
-    learning, rule = options.learning_rate, options.optimizer
-    name = {"sgd_combined": "sgd"}.get(rule.optimizer, rule.optimizer)
-    if name not in ("sgd", "lars"):
-        return {"opt_name": name, "opt_base_learning_rate": learning.peak}
-    end = learning.peak * learning.lr_end_ratio if learning.lr_schedule == "polynomial" else plan.lr(plan.updates)
-    warmup = round(learning.warmup_epoch * plan.updates_per_epoch)
-    values = {
-        "base_learning_rate": learning.peak,
-        "end_learning_rate": float(f"{end:.9g}"),  # computed from a ratio, whose last digits are off
-        "learning_rate_decay_poly_power": learning.lr_power,
-        "learning_rate_decay_steps": plan.epochs if name == "lars" else plan.updates - warmup,
-        "momentum": rule.momentum,
-        "weight_decay": rule.weight_decay,
-    }
-    more = {"lars_epsilon": rule.optimizer_eps, "lars_opt_learning_rate_warmup_epochs": learning.warmup_epoch}
-    return {
-        "opt_name": name,
-        **{f"{name}_opt_{key}": value for key, value in values.items()},
-        **(more if name == "lars" else {}),
-    }
-
-
-def _device(options: commands.TrainOptions) -> str:
-    if options.machine.device == "cpu" or not torch.cuda.is_available():
-        return "CPU"
-    return torch.cuda.get_device_name()

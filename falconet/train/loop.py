@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from falconet.checkpoint.state import Progress
 from falconet.data.buffers import Batch
 from falconet.errors import Interrupted
+from falconet.evaluation.evaluate import FAILURES, never
+from falconet.parallel.shared_failure import FailedTogetherError
 from falconet.parallel.world import ALONE, World
-from falconet.train.evaluate import FAILURES, FailedTogetherError, Validation, never
 from falconet.train.log import Log
 from falconet.train.metrics import Meter
 from falconet.train.plan import Plan
 from falconet.train.save import Saving
 from falconet.train.step import Step
+from falconet.train.validation import Validation
 
 Updates = Callable[[int, int], Iterable[Sequence[Batch]]]  # (epoch, updates to skip) -> micro-batches of each update
 
@@ -101,7 +103,8 @@ def _save_and_validate(plan: Plan, meter: Meter, watch: Watch, *, world: World, 
         saving.save()
     if progress.unvalidated and not stopping:
         try:
-            stopping = progress.unvalidated = not watch.validation.run()
+            progress.unvalidated = not watch.validation.run()
+            stopping = progress.unvalidated  # only a run that is asked to stop leaves its validation
         except (FailedTogetherError, *FAILURES) as error:
             # Saving needs all processes: after a failure of this one alone, the others are elsewhere.
             if not saved and (world.size == 1 or isinstance(error, FailedTogetherError)):

@@ -17,8 +17,8 @@ from falconet.data.loader import FOREVER
 from falconet.errors import ConfigError
 from falconet.report.console import Counting
 from falconet.train.build import BuiltPhase, Site
-from falconet.train.placement import TrainingLoader
-from falconet.train.processes import Launch
+from falconet.train.preparation import Launch
+from falconet.train.setup import TrainingLoader
 
 JSON, PLOT = "lr_finder.json", "lr_finder.svg"
 SOURCE = "range test of --lr auto"
@@ -50,11 +50,19 @@ class Finding:
         writing.replace(folder, PLOT, plot(self))
 
 
-def settled(launch: Launch, rate: float) -> Launch:
-    """The run with the rate that was found, as if it had been given."""
-    loaded = launch.loaded
-    options = replace(loaded.options, learning_rate=replace(loaded.options.learning_rate, lr=rate))
-    return replace(launch, loaded=replace(loaded, options=options, sources={**loaded.sources, "lr": SOURCE}))
+def with_rate(launch: Launch, site: Site) -> tuple[Launch, Finding | None]:
+    """The run with a number for --lr auto, as if it had been given, and how it was found."""
+    options = launch.loaded.options
+    if options.learning_rate.lr != "auto":
+        return launch, None
+    if options.run.plan:
+        note = "--lr auto is found by a range test before the first update: rates in this plan are shares of it"
+        return replace(launch, notes=(*launch.notes, note)), None
+    site.screen.line("finding a learning rate (--lr auto)")
+    finding = find(launch, site)
+    options = replace(options, learning_rate=replace(options.learning_rate, lr=finding.rate))
+    sources = {**launch.loaded.sources, "lr": SOURCE}
+    return replace(launch, loaded=replace(launch.loaded, options=options, sources=sources)), finding
 
 
 def find(launch: Launch, site: Site) -> Finding:

@@ -7,47 +7,50 @@ from pathlib import Path
 
 import torch
 
-from falconet.checkpoint.manifest import IMAGES, SEVERAL_LABELS, Manifest
+from falconet.checkpoint.format import whole_after
+from falconet.checkpoint.manifest import IMAGES
 from falconet.checkpoint.state import Progress, TrainState
-from falconet.checkpoint.writer import Writer
-from falconet.config import commands
+from falconet.config import facts
+from falconet.config.fields import options_of, value_of
 from falconet.data.buffers import Batch
-from falconet.errors import CheckpointError, ConfigError, Interrupted
-from falconet.numerics.precision import REGIMES
+from falconet.errors import Interrupted
+from falconet.evaluation.evaluate import left_out_line
+from falconet.evaluation.running_statistics import misfit_warning
 from falconet.parallel.data_parallel import digest
+from falconet.parallel.shared_failure import FailedTogetherError
 from falconet.parallel.world import World
 from falconet.report import gpu_driver
+from falconet.report.console import Screen
 from falconet.report.epochs import in_short
 from falconet.report.run_files import logged_at
-from falconet.report.throughput import Stopwatch
+from falconet.report.sinks import Sink
+from falconet.report.styles import Facts, RunLog, Style
+from falconet.report.throughput import Rate, Stopwatch
 from falconet.train import (
     build,
-    evaluate,
-    log,
+    conclusion,
+    fitting,
+    interruption,
     loop,
-    memory,
-    metrics,
+    memory_report,
     record,
+    resume,
     run_folder,
-    save,
-    saved_model,
     summary,
 )
 from falconet.train.build import BuiltPhase
 from falconet.train.capture import WARM
-from falconet.train.evaluate import FailedTogetherError, Validation
 from falconet.train.log import Log, Output, weight_drawing
 from falconet.train.loop import Watch
 from falconet.train.metrics import Best, Measurements, NotFiniteError
-from falconet.train.placement import TrainingLoader
 from falconet.train.plan import Plan
-from falconet.train.processes import Launch
 from falconet.train.profiled_step import LOOKED, ProfiledStep, Subject
 from falconet.train.record import Recorder
-from falconet.train.save import Identity, Saving
+from falconet.train.save import Saving, identity_of
 from falconet.train.step import ShownStep, Step, TimedStep, moments_of
 from falconet.train.stop import StopRequest
 from falconet.train.summary import Ending
+from falconet.train.validation import Validation, validation_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +84,8 @@ def begin(built: BuiltPhase, handed: Handover | None = None) -> TrainState:
         built.images.check_classes(manifest.class_names, where=str(folder), several=manifest.several_labels)
         if changes := built.images.changes_since(manifest.content.get(IMAGES)):
             screen.line(changes)
-        _require_same_state(built.launch.loaded.options, manifest, folder=folder)
-        _require_parts(built.launch.loaded.options, state, manifest, folder=folder)
+        resume.require_same_state(built.launch.loaded.options, built.restored)
+        resume.require_parts(built.launch.loaded.options, built.restored, state)
         state.load(folder, name=model)
         state.progress = replace(Progress.from_json(manifest.meter), update=manifest.progress.update)
         screen.line(f"restored {folder}, update {state.progress.update:,} of {built.plan.updates:,}")
@@ -98,145 +101,283 @@ def _warn_of_misfit(built: BuiltPhase, state: TrainState) -> None:
     """Print if the statistics of a weights file do not fit the images; a stage alone cannot compare them."""
     site = built.site
     if site.world.is_first and site.grid.stages.size == 1:
-        warning = evaluate.statistics_warning(
-            state.model, built.images, built.options.data, regime=built.regime, world=site.world
-        )
+        warning = misfit_warning(state.model, built.images, built.options.data, regime=built.regime, world=site.world)
         if warning:
             site.screen.line(warning)
-
-
-def _require_same_state(options: commands.TrainOptions, manifest: Manifest, *, folder: Path) -> None:
-    """The state of one update rule means nothing to another even if the tensors fit; nor do other formats."""
-    trained, asked = manifest.option("optimizer"), options.optimizer.optimizer
-    if trained != asked:
-        raise ConfigError(f"--optimizer: got '{asked}', expected '{trained}', whose state {folder} holds")
-    training = options.training
-    for name, patterns in (("trainable", training.trainable), ("freeze", (training.freeze or "",))):
-        value: str | list[str] = manifest.config.get(name, {"value": ""})["value"]  # older checkpoints trained all
-        got, expected = " ".join(patterns), value if isinstance(value, str) else " ".join(value)
-        if got != expected:
-            raise ConfigError(
-                f"--{name}: got '{got}', expected '{expected}', whose state {folder} holds; `falconet train"
-                " --init-path` starts a new run with its weights"
-            )
-    for name, epochs in (("unfreeze-after", training.unfreeze_after), ("freeze-after", training.freeze_after)):
-        if (epochs is None) == (name in manifest.config):
-            expected = "a number of epochs" if epochs is None else "none"
-            raise ConfigError(f"--{name}: expected {expected}, because {folder} holds the state of such a run")
-    before, now = REGIMES.get(manifest.option("precision")), REGIMES[options.machine.precision]
-    if before is None:
-        raise CheckpointError(f"{folder}: its precision is '{manifest.option('precision')}', which is none of ours")
-    if before.update != now.update:
-        raise ConfigError(
-            f"--precision: got '{now.name}', expected one that updates in the same format as '{before.name}', whose"
-            f" state {folder} holds"
-        )
-
-
-def _require_parts(options: commands.TrainOptions, state: TrainState, manifest: Manifest, *, folder: Path) -> None:
-    """Refuse the options that ask for a part of the state that not every run has, if the checkpoint lacks it."""
-    lacks = f"but {folder} is of a run without one; `falconet train --init-path` starts a new run with its weights"
-    if state.ema and "ema" not in manifest.stems:
-        raise ConfigError(f"--ema-half-life: asks for a moving average, {lacks}")
-    if state.scale and "scale" not in manifest.stems:
-        raise ConfigError(f"--{_scaled_by(options)}: asks for a loss scale, {lacks}")
-
-
-def _scaled_by(options: commands.TrainOptions) -> str:
-    """The option because of which a run has a loss scale."""
-    numerics = options.numerics
-    asked = {
-        "auto-loss-scaling": numerics.auto_loss_scaling,
-        "initial-loss-scaling": numerics.initial_loss_scaling is not None,
-        "loss-scaling": numerics.loss_scaling != 1.0,
-    }
-    return next((name for name, is_asked in asked.items() if is_asked), "precision")
 
 
 def train_phase(
     built: BuiltPhase, state: TrainState, session: Session, *, handed: Handover | None = None
 ) -> Handover | None:
-    """Make the updates of a phase and what follows them; returns what it leaves to a next one."""
-    world, screen, folder = built.site.world, built.site.screen, session.folder
-    if warning := memory.warning(built, state.model):
-        screen.line(warning)
-    loader = built.placement.loader()
-    stopwatch = Stopwatch(moments=moments_of(world.device), seconds=state.progress.seconds)
-    recorder = _recorder(built, session, update=state.progress.update, stopwatch=stopwatch)
-    warm = LOOKED if built.options.logging.profile else WARM  # in every process: replicas capture together
-    made = built.step(state, preparing=stopwatch.preparing, warm=warm)
-    timed = TimedStep(recorder.watched(made), stopwatch)
-    profiled = _profiled(built, timed, folder, state)
-    step = _shown(built, profiled or timed)
-    before = _joules(world.device)
-    best = handed.best if handed else best_of(built)
-    output = _output(built, state, session, stopwatch=stopwatch, best=best)
-    writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)
-    in_a_row = built.plan.in_a_row
-    stop = StopRequest(screen.line, after="this update" if in_a_row == 1 else f"at most {in_a_row} updates")
-    saving = _saving(built, state, session, output=output, writer=writer, stop=stop)
-    with (
-        stop,
-        run_folder.interruption_explained(
-            screen.line, lambda: f"{saving.lost()}; {run_folder.how_to_continue(folder, saving.folder)}"
-        ),
-        writer,
-        screen,
-        contextlib.closing(profiled) if profiled else contextlib.nullcontext(),
-        stop.heard(),
-        _saved_together(saving),
-        _stopped_in_order(built, saving, recorder, session.folder),
-    ):
-        world.heeds(lambda: stop.requested)
-        vote = world.vote()
-        watch = Watch(
-            validation=_validation(built, state, saving, recorder, stopping=lambda: stop.requested),
-            log=_log(built, state, session, output=output),  # last: it starts to count the time
-            saving=saving,
-            stopping=lambda: vote(stop.requested),
-            ended=lambda: ended_early(built.plan, state.progress, output.measurements.best),
+    """Make the updates of a phase and what follows them; return what it leaves to a next one."""
+    if warning := fitting.warning(built, state.model):
+        built.site.screen.line(warning)
+    return RunningPhase(built, state, session, handed=handed).run()
+
+
+class RunningPhase:
+    """A phase under way: its step, what watches over it, and where it reports to.
+
+    Nothing refers to it when it has run: the graphs of its step must be gone before its processes part.
+    """
+
+    def __init__(
+        self, built: BuiltPhase, state: TrainState, session: Session, *, handed: Handover | None = None
+    ) -> None:
+        """`handed`: what the phase before has left."""
+        world, screen, in_a_row = built.site.world, built.site.screen, built.plan.in_a_row
+        self._built, self._state, self._session, self._handed = built, state, session, handed
+        self._loader = built.placement.loader()
+        self._stopwatch = Stopwatch(moments=moments_of(world.device), seconds=state.progress.seconds)
+        self._recorder = self._open_recorder()
+        self._step, self._profiled = self._build_step()
+        self._joules = _joules(world.device)
+        self._output = self._open_output()
+        self._writer = build.checkpoint_writer(world, timeout=built.options.parallel.collective_timeout)
+        stop = StopRequest(screen.line, after="this update" if in_a_row == 1 else f"at most {in_a_row} updates")
+        self._stop = stop
+        self._stopping: Callable[[], bool] = lambda: stop.requested
+        self._saving = self._open_saving()
+
+    def run(self) -> Handover | None:
+        """Make the updates that are left, and what follows them; return what the phase leaves to a next one."""
+        saving = self._saving
+        with self._held():
+            watch = self._watch()
+            saving.check_room()
+            self._begin()
+            with contextlib.closing(self._loader):
+                self._update(watch)
+            watch.log.end()
+            rate = watch.log.whole_run()
+            with self._stopwatch.standing():
+                averaged = conclusion.conclude(self._built, saving, watch.validation, self._session.folder)
+        ending = self._ending(watch, rate)
+        if self._built.site.world.is_first:
+            self._summarise(watch.log, ending)
+        return Handover(averaged=averaged, best=self._best, ending=ending) if averaged else None
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold what must be held while the phase is under way; what comes later ends earlier."""
+        folder, saving, stop = self._session.folder, self._saving, self._stop
+        with (
+            stop,  # signals are its own until everything else has ended
+            interruption.interruption_explained(  # after the last save, and below the bar
+                self._screen.line, lambda: f"{saving.lost()}; {interruption.how_to_continue(folder, saving.folder)}"
+            ),
+            self._writer,
+            self._screen,
+            contextlib.closing(self._profiled) if self._profiled else contextlib.nullcontext(),
+            stop.heard(),  # a second signal ends at once what is within, but not the writer
+            _saved_together(saving),
+            self._stopped_in_order(),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _stopped_in_order(self) -> Iterator[None]:
+        """After a request to stop, print how to continue once everything is saved."""
+        saving, folder = self._saving, self._session.folder
+        try:
+            yield
+        except Interrupted:
+            saving.output.style.stopped()
+            self._screen.line(f"saved {saving.finish()}")
+            self._screen.line(f"to continue: {interruption.restore_line(folder, saving.folder)}")
+            self._recorder.stopped()
+            # A launcher may end the first process as soon as another one is gone.
+            self._built.site.world.barrier("saving")
+            raise
+
+    def _watch(self) -> Watch:
+        """What happens around the updates."""
+        built, progress, measurements = self._built, self._state.progress, self._output.measurements
+        built.site.world.heeds(self._stopping)
+        vote, stopping = built.site.world.vote(), self._stopping
+        return Watch(
+            validation=self._validation(),
+            log=self._log(),  # last: it starts to count the time
+            saving=self._saving,
+            stopping=lambda: vote(stopping()),
+            ended=lambda: ended_early(built.plan, progress, measurements.best),
         )
-        saving.check_room()
-        screen.begin(
+
+    def _begin(self) -> None:
+        """Show the phase on the screen, and save the initial checkpoint if that was asked for."""
+        built, progress = self._built, self._state.progress
+        self._screen.begin(
             total=built.plan.updates,
-            done=state.progress.update,
+            done=progress.update,
             images=built.plan.global_batch,
             heartbeat=built.launch.conventions.heartbeat,
         )
-        if built.options.checkpoints.initial_checkpoint and state.progress.update == 0 and not built.restored:
-            saving.save()
-        with contextlib.closing(loader):
-            _update(built, state, step, watch, recorder, loader=loader)
-        watch.log.end()
-        rate = watch.log.whole_run()
-        with stopwatch.standing():
-            averaged = _conclude(built, watch, folder)
-    memory_of_stages = metrics.measure_stages(state, built.replicas, built.site.grid)
-    joules = _energy(before, world)
-    if watch.validation.left_out:
-        built.site.note(evaluate.left_out_line(watch.validation.left_out))
-    ending = Ending(
-        checkpoints=saving.folder,
-        metric=watch.validation.metric,
-        memory=memory_of_stages,
-        is_last=built.phase.is_last,
-        rate=rate,
-        whole=watch.log.seconds,
-        seconds=watch.log.seconds_of(rate, validation=watch.validation.seconds),
-        joules=joules,
-        draws=built.phase.is_last and built.options.logging.save_plots,
-    )
-    if handed:
-        ending = ending.after(handed.ending)
-    if world.is_first:
-        summary.write(folder, watch.log, ending, session.environment)
+        if built.options.checkpoints.initial_checkpoint and progress.update == 0 and not built.restored:
+            self._saving.save()
+
+    def _update(self, watch: Watch) -> None:
+        """Make every update that is left, with what is due in between."""
+        plan, progress, loader, recorder = self._built.plan, self._state.progress, self._loader, self._recorder
+        screen, stopwatch = self._screen, self._stopwatch
+
+        def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
+            recorder.epoch_ended(progress.update)
+            watch.log.begin_epoch(epoch)
+            return screen.counts(
+                stopwatch.waits(loader.updates(epoch, skip=skip, until=plan.last_epoch)),
+                epoch=f"epoch {epoch + 1}/{in_short(plan.epoch_at(plan.updates))}",
+                total=min(plan.updates_per_epoch, plan.updates - plan.update_at(epoch, 0)),
+                done=skip,
+            )
+
+        try:
+            loop.train(plan, progress, self._step, updates_of=updates_of, watch=watch, world=self._built.site.world)
+        except NotFiniteError as error:
+            recorder.stopped()
+            raise self._saving.diverged(error) from None
+
+    def _ending(self, watch: Watch, rate: Rate) -> Ending:
+        """What is known after the last update; a collective."""
+        built, log = self._built, watch.log
+        memory = memory_report.measure_stages(self._state, built.replicas, built.site.grid)
+        joules = _energy(self._joules, built.site.world)
+        if watch.validation.left_out:
+            built.site.note(left_out_line(watch.validation.left_out))
+        ending = Ending(
+            checkpoints=self._saving.folder,
+            metric=watch.validation.metric,
+            memory=memory,
+            is_last=built.phase.is_last,
+            rate=rate,
+            whole=log.seconds,
+            seconds=log.seconds_of(rate, validation=watch.validation.seconds),
+            joules=joules,
+            draws=built.phase.is_last and built.options.logging.save_plots,
+        )
+        return ending.after(self._handed.ending) if self._handed else ending
+
+    def _summarise(self, log: Log, ending: Ending) -> None:
+        """Write and show what the phase reached, and end its report."""
+        built, session, update = self._built, self._session, self._state.progress.update
+        summary.write(session.folder, log, ending, session.environment)
         if built.phase.is_last:
-            summary.hand_over(watch.log, ending, session.sinks.trackers)
-        end = recorder.ended if built.phase.is_last else recorder.phase_ended
-        report = end(state.progress.update)
-        is_told = built.launch.conventions.is_ours and not built.options.run.temporary
-        summary.show(folder, watch.log, replace(ending, report=report if is_told else None))
-    return Handover(averaged=averaged, best=output.measurements.best, ending=ending) if averaged else None
+            summary.hand_over(log, ending, session.sinks.trackers)
+        end = self._recorder.ended if built.phase.is_last else self._recorder.phase_ended
+        report = end(update)
+        is_told = built.launch.conventions.shows_report and not built.options.run.temporary
+        summary.show(session.folder, log, replace(ending, report=report if is_told else None))
+
+    @property
+    def _screen(self) -> Screen:
+        return self._built.site.screen
+
+    @property
+    def _best(self) -> Best | None:
+        """The best validation so far."""
+        return self._output.measurements.best
+
+    def _open_recorder(self) -> Recorder:
+        """What keeps the answers and pictures of the phase for its report, if there is one."""
+        built, logging = self._built, self._built.options.logging
+        if not logging.report:
+            return record.Unreported()
+        page = record.NoPage if built.options.run.temporary else record.Page
+        recorder = record.Unpictured if built.options.data.data == "synthetic" else record.Reported
+        return recorder(
+            self._session.folder,
+            images=built.images,
+            grid=built.site.grid,
+            update=self._state.progress.update,
+            stopwatch=self._stopwatch,
+            say=built.site.screen.line,
+            page=page(draws=logging.save_plots, trackers=self._session.sinks.trackers),
+        )
+
+    def _build_step(self) -> tuple[Step, ProfiledStep | None]:
+        """The step of the loop; and as it is profiled, if that was asked for."""
+        world, grid, screen = self._built.site.world, self._built.site.grid, self._screen
+        warm = LOOKED if self._built.options.logging.profile else WARM  # in every process: replicas capture together
+        made = self._built.step(self._state, preparing=self._stopwatch.preparing, warm=warm)
+        timed = TimedStep(self._recorder.watched(made), self._stopwatch)
+        profiled = self._profile(timed)
+        has_loss = world.is_first and grid.stages.size == 1  # of several stages, only the last knows it
+        shown = ShownStep(profiled or timed, screen.show, device=world.device) if has_loss else profiled or timed
+        return shown, profiled
+
+    def _profile(self, step: TimedStep) -> ProfiledStep | None:
+        """The step, profiled for a while in the first process if that was asked for."""
+        built, world = self._built, self._built.site.world
+        left = built.plan.updates - self._state.progress.update
+        if not built.options.logging.profile or not world.is_first or left < 1:
+            return None
+        subject = Subject(
+            model=self._state.model,
+            device=world.device,
+            folder=self._session.folder,
+            say=self._screen.line,
+            pause=self._stopwatch.standing,
+            facts={"captured": built.uncaptured is None, "processes": world.size, "batch": built.plan.global_batch},
+        )
+        return ProfiledStep(step, subject, updates=left)
+
+    def _open_output(self) -> Output:
+        built, session, progress = self._built, self._session, self._state.progress
+        best = self._handed.best if self._handed else best_of(built)
+        stored = built.restored.manifest.metrics if built.restored and progress.unvalidated else None
+        # Of a run that only has to be ended, the summary states what was logged last.
+        is_over = progress.update >= built.plan.updates or ended_early(built.plan, progress, best)
+        latest = logged_at(session.folder, progress.update) if is_over and built.site.world.is_first else None
+        measurements = Measurements(
+            session.sinks.metrics, update=progress.update, restored=stored, latest=latest, best=best
+        )
+        style = _open_style(built, session.folder, sinks=session.sinks.trackers)
+        return Output(screen=self._screen, style=style, measurements=measurements, stopwatch=self._stopwatch)
+
+    def _open_saving(self) -> Saving:
+        built, session = self._built, self._session
+        return Saving(
+            plan=built.plan,
+            state=self._state,
+            output=self._output,
+            identity=identity_of(built, session.folder, mark=session.mark),
+            folder=run_folder.checkpoints(session.folder, built.options),
+            kept=run_folder.kept(built.launch.loaded.options),
+            writer=self._writer,
+            last=built.restored.folder if built.restored else None,
+            world=built.site.world,
+            stopping=self._stopping,
+        )
+
+    def _log(self) -> Log:
+        built, trackers, stopwatch = self._built, self._session.sinks.trackers, self._stopwatch
+        sinks, offender, trained = self._session.sinks, built.offender, built.placement.network.trained
+        also = [lambda update: sinks.write_times(update, stopwatch.update_seconds())]
+        if built.options.logging.weight_histogram and built.site.grid.replicas.rank == 0:
+            stages = built.site.grid.stages
+            draw = weight_drawing(built.model, trained, stages=stages, sinks=trackers, pause=stopwatch.standing)
+            also.insert(0, draw)
+        return Log(
+            plan=built.plan,
+            state=self._state,
+            output=self._output,
+            first_skipped=lambda: offender.read(trained),
+            metric=built.images.metric,
+            also=also,
+        )
+
+    def _validation(self) -> Validation:
+        built = self._built
+        return Validation(
+            plan=built.plan,
+            state=self._state,
+            output=self._output,
+            measure=built.placement.evaluator(self._recorder.add),
+            batch=validation_batch(built.options),
+            checkpoint_name=self._saving.name,
+            stopping=self._stopping,
+            metric=built.images.metric,
+            record=self._recorder,
+        )
 
 
 def ended_early(plan: Plan, progress: Progress, best: Best | None) -> bool:
@@ -248,24 +389,6 @@ def best_of(built: BuiltPhase) -> Best | None:
     """The best validation before the checkpoint that the run continues from, if there was one."""
     stored = built.restored.manifest.best if built.restored else None
     return Best(*stored) if stored else None
-
-
-def _recorder(built: BuiltPhase, session: Session, *, update: int, stopwatch: Stopwatch) -> Recorder:
-    """What keeps the answers and pictures of a phase for its report, if there is one."""
-    logging = built.options.logging
-    if not logging.report:
-        return record.Unreported()
-    page = record.NoPage if built.options.run.temporary else record.Page
-    recorder = record.Unpictured if built.options.data.data == "synthetic" else record.Reported
-    return recorder(
-        session.folder,
-        images=built.images,
-        grid=built.site.grid,
-        update=update,
-        stopwatch=stopwatch,
-        say=built.site.screen.line,
-        page=page(draws=logging.save_plots, trackers=session.sinks.trackers),
-    )
 
 
 def _joules(device: torch.device) -> float | None:
@@ -292,194 +415,28 @@ def _saved_together(saving: Saving) -> Iterator[None]:
         raise failed.error from failed.error.__cause__
 
 
-@contextlib.contextmanager
-def _stopped_in_order(built: BuiltPhase, saving: Saving, recorder: Recorder, folder: Path) -> Iterator[None]:
-    """After a request to stop, print how to continue once everything is saved."""
-    screen = built.site.screen
-    try:
-        yield
-    except Interrupted:
-        saving.output.style.stopped()
-        screen.line(f"saved {saving.finish()}")
-        screen.line(f"to continue: {run_folder.restore_line(folder, saving.folder)}")
-        recorder.stopped()
-        built.site.world.barrier("saving")  # a launcher may end the first process as soon as another one is gone
-        raise
-
-
-def _profiled(built: BuiltPhase, step: TimedStep, folder: Path, state: TrainState) -> ProfiledStep | None:
-    """The step, profiled for a while in the first process if that was asked for."""
-    world, left = built.site.world, built.plan.updates - state.progress.update
-    if not built.options.logging.profile or not world.is_first or left < 1:
-        return None
-    subject = Subject(
-        model=state.model,
-        device=world.device,
-        folder=folder,
-        say=built.site.screen.line,
-        pause=step.stopwatch.standing,
-        facts={"captured": built.uncaptured is None, "processes": world.size, "batch": built.plan.global_batch},
-    )
-    return ProfiledStep(step, subject, updates=left)
-
-
-def _shown(built: BuiltPhase, step: Step) -> Step:
-    """The step, with its loss on the screen in the first process; of several stages, only the last knows it."""
-    world = built.site.world
-    has_loss = world.is_first and built.site.grid.stages.size == 1
-    return ShownStep(step, built.site.screen.show, device=world.device) if has_loss else step
-
-
-def _output(
-    built: BuiltPhase, state: TrainState, session: Session, *, stopwatch: Stopwatch, best: Best | None
-) -> Output:
-    manifest, update = built.restored.manifest if built.restored else None, state.progress.update
-    # Of a run that only has to be ended, the summary states what was logged last.
-    is_over = update >= built.plan.updates or ended_early(built.plan, state.progress, best)
-    measurements = Measurements(
-        session.sinks.metrics,
-        update=update,
-        restored=manifest.metrics if manifest and state.progress.unvalidated else None,
-        latest=logged_at(session.folder, update) if is_over and built.site.world.is_first else None,
-        best=best,
-    )
-    style = log.open_style(built, session.folder, sinks=session.sinks.trackers)
-    return Output(screen=built.site.screen, style=style, measurements=measurements, stopwatch=stopwatch)
-
-
-def _saving(
-    built: BuiltPhase, state: TrainState, session: Session, *, output: Output, writer: Writer, stop: StopRequest
-) -> Saving:
-    return Saving(
-        plan=built.plan,
-        state=state,
-        output=output,
-        identity=identity_of(built, session.folder, mark=session.mark),
-        folder=run_folder.checkpoints(session.folder, built.options),
-        kept=run_folder.kept(built.launch.loaded.options),
-        writer=writer,
-        last=built.restored.folder if built.restored else None,
-        world=built.site.world,
-        stopping=lambda: stop.requested,
-    )
-
-
-def _initial_weights(launch: Launch) -> str | None:
-    """What the run's weights were before its first update, if they were pretrained; kept by a restored run."""
-    stored = launch.restored.manifest.content.get("initial_weights") if launch.restored else None
-    return launch.initial.source if launch.initial else stored if isinstance(stored, str) else None
-
-
-def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> Identity:
-    """What the checkpoints of a run state about themselves."""
-    site, images = built.site, built.images
-    return Identity(
-        model=built.options.model.model,
-        data=built.options.data.data,
-        classes=images.classes,
-        run=mark,
-        content={
-            "class_names": list(images.class_names),
-            **({SEVERAL_LABELS: True} if images.label_sets is not None else {}),
-            "preprocessing": images.preprocessing.to_json(),
-            IMAGES: images.fingerprint(),
-            "config": built.launch.stored(),
-            "plan": built.plan.lines(),
-            "initial_weights": _initial_weights(built.launch),
-            "runtime": {
-                "threads": site.threads,
-                "processes": site.world.size,
-                "splits": list(built.placement.splits),
-                "device": str(site.world.device),
-                "run_dir": str(folder),
-                "cuda": torch.version.cuda,
-            },
-        },
-    )
-
-
-def _log(built: BuiltPhase, state: TrainState, session: Session, *, output: Output) -> Log:
-    trained, stages, stopwatch = built.placement.trained, built.site.grid.stages, output.stopwatch
-    also = [lambda update: session.sinks.write_times(update, stopwatch.update_seconds())]
-    if built.options.logging.weight_histogram and built.site.grid.replicas.rank == 0:
-        trackers = session.sinks.trackers
-        draw = weight_drawing(built.model, trained, stages=stages, sinks=trackers, pause=stopwatch.standing)
-        also.insert(0, draw)
-    return Log(
-        plan=built.plan,
-        state=state,
-        output=output,
-        first_skipped=lambda: built.offender.read(trained),
-        metric=built.images.metric,
-        also=also,
-    )
-
-
-def _validation(
-    built: BuiltPhase, state: TrainState, saving: Saving, recorder: Recorder, *, stopping: Callable[[], bool]
-) -> Validation:
-    return Validation(
-        plan=built.plan,
-        state=state,
-        output=saving.output,
-        measure=built.placement.evaluator(recorder.add),
-        batch=evaluate.validation_batch(built.options),
-        checkpoint_name=saving.name,
-        stopping=stopping,
-        metric=built.images.metric,
-        record=recorder,
-    )
-
-
-def _update(
-    built: BuiltPhase, state: TrainState, step: Step, watch: Watch, recorder: Recorder, *, loader: TrainingLoader
-) -> None:
-    """Make every update that is left, with what is due in between."""
-    plan, world, screen, saving = built.plan, built.site.world, built.site.screen, watch.saving
-
-    def updates_of(epoch: int, skip: int) -> Iterable[Sequence[Batch]]:
-        recorder.epoch_ended(state.progress.update)
-        watch.log.begin_epoch(epoch)
-        return screen.counts(
-            saving.output.stopwatch.waits(loader.updates(epoch, skip=skip, until=plan.last_epoch)),
-            epoch=f"epoch {epoch + 1}/{in_short(plan.epoch_at(plan.updates))}",
-            total=min(plan.updates_per_epoch, plan.updates - plan.update_at(epoch, 0)),
-            done=skip,
+def _open_style(built: BuiltPhase, folder: Path, *, sinks: Sequence[Sink]) -> Style:
+    """The style of a phase, with its first lines printed; only the first process writes files."""
+    options, is_first, conventions = built.options, built.site.world.is_first, built.launch.conventions
+    style = conventions.style(RunLog(built.site.screen.line, folder if is_first else None, sinks=sinks))
+    asked, restored = built.launch.loaded.options, built.restored
+    style.begin(
+        Facts(
+            options={name: value_of(asked, option) for name, option in options_of(type(asked)).items()},
+            typed=conventions.typed,
+            folder=folder,
+            model=built.placement.network.layers,
+            parameters=built.placement.network.parameters,
+            global_batch=built.plan.global_batch,
+            replicas=built.plan.replicas,
+            stages=facts.stages_of(options.parallel),
+            image_size=built.images.training.image_size,
+            epochs=built.plan.epoch_at(built.plan.updates),
+            metric=built.images.metric,
+            validates=built.plan.validation_mode != "none",
+            averages=options.optimizer.ema_half_life is not None,
+            restored=restored.folder if restored else None,
+            is_newest=not restored or whole_after(restored.folder.parent, restored.manifest.progress) is None,
         )
-
-    try:
-        loop.train(plan, state.progress, step, updates_of=updates_of, watch=watch, world=world)
-    except NotFiniteError as error:
-        recorder.stopped()
-        raise saving.diverged(error) from None
-
-
-def _conclude(built: BuiltPhase, watch: Watch, folder: Path) -> Path | None:
-    """What was asked for after the last update; returns the average of the checkpoints, if any.
-
-    Raises Interrupted if the run is to stop before all of it, or before the next phase.
-    """
-    options, world, saving = built.options, built.site.world, watch.saving
-    averaged: Path | None = None
-    saving.finish()
-    if options.averaging.weight_avg_strategy != "none":
-        averaged = save.average_after_training(saving, watch.validation, options, world=world)
-    path = options.validation.validate_checkpoints
-    if path is not None and options.data.data != "synthetic" and built.phase.is_last:
-        is_ours = saving.output.style.tabulates
-        measured = saved_model.validate_folder(
-            path,
-            saving,
-            watch.validation,
-            images=built.images,
-            world=world,
-            report=(lambda _: None) if is_ours else saving.output.style.validated,
-        )
-        if is_ours and world.is_first:
-            rows, file = evaluate.tabulate_accuracies(measured), folder / evaluate.ACCURACIES_FILE
-            evaluate.show_accuracies(rows, built.site.screen.line)
-            evaluate.write_accuracies(rows, file, option="--run-dir")
-            built.site.screen.line(f"written to {file}")
-    if not built.phase.is_last and world.max(torch.tensor(int(saving.stopping()))):
-        raise Interrupted
-    return averaged
+    )
+    return style

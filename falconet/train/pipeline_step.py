@@ -1,7 +1,7 @@
 """A model in pipeline stages, one per process: its step, its evaluation, and how it is placed."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint.state import TrainState
-from falconet.config import rules
+from falconet.config import facts
 from falconet.data import mixing
 from falconet.data.buffers import Batch
 from falconet.data.image_files import BadImages
@@ -18,10 +18,10 @@ from falconet.data.loader import BatchShape, IdleLoader
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise
 from falconet.errors import ConfigError, named_option
+from falconet.evaluation.evaluate import Evaluation, Measure, Observe, Tally, never, overlook, tally_of
+from falconet.evaluation.loss import Loss, Score, total
 from falconet.models import splits, zoo
-from falconet.models.depth import rate_shares
 from falconet.models.folding import fold
-from falconet.models.freezing import Frozen, count_trained
 from falconet.models.fusion import Norm
 from falconet.models.splits import Stage
 from falconet.numerics.loss_scale import NonFinite, Offender
@@ -30,13 +30,13 @@ from falconet.numerics.recompute import Footprint, matching, measure_footprint, 
 from falconet.parallel.collectives import Processes
 from falconet.parallel.data_parallel import Replicas
 from falconet.parallel.grid import Grid, SeveralStages, Stages
-from falconet.parallel.pipeline import Kind, Pipeline, Place, in_flight, relay
+from falconet.parallel.pipeline import Kind, Pipeline, StagePlace, in_flight, relay
 from falconet.parallel.world import World
 from falconet.report.console import counted
-from falconet.train.evaluate import Evaluation, Measure, Observe, Tally, never, overlook, tally_of
-from falconet.train.loss import Loss, Score, total
-from falconet.train.placement import GIB, Setup, TrainingLoader, build_moving, numbered, training_bytes
-from falconet.train.step import Moving, Update
+from falconet.train.memory import GIB, Outlook, training_bytes
+from falconet.train.placement import Capture, build_moving
+from falconet.train.setup import Network, Setup, TrainingLoader
+from falconet.train.step import Moving, Step, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Feeding:
 class PipelinedStep:
     """One stage of the model on this device, the others in other processes."""
 
-    def __init__(self, moving: Moving, place: Place, *, forward: "Forward", loss: Loss, kind: Kind) -> None:
+    def __init__(self, moving: Moving, place: StagePlace, *, forward: "Forward", loss: Loss, kind: Kind) -> None:
         self._moving, model = moving, moving.model
         self._stages, self._feeding, self._loss = place.world, forward.feeding, loss
         self._images = forward.feeding.micro_batch * forward.feeding.accumulation
@@ -163,7 +163,7 @@ class _Passes:
             self._passed()
 
     def end(self) -> None:
-        """After the update's last pass: a parameter without a part in the loss has left the count unfinished."""
+        """End an update after its last pass: a parameter without a part in the loss has left the count unfinished."""
         if self._missing != self._count:
             self._missing = self._count
             self._passed()
@@ -188,7 +188,7 @@ def non_finite_of_stages(grid: Grid, numbers: Sequence[int]) -> Callable[[NonFin
 def evaluate_stages(
     model: nn.Module,
     batches: Iterable[Batch],
-    place: Place,
+    place: StagePlace,
     *,
     forward: Forward,
     grid: Grid,
@@ -249,17 +249,16 @@ MEASURED = 8  # images, at most, on which the cost of layers is measured
 class StagedModel:
     """One stage of a replica in each process; only planned where there is one process."""
 
+    uncaptured: str | None = "stages of a pipeline wait for one another"
+
     def __init__(self, setup: Setup, *, stages: int, stored: Sequence[str] | None = None) -> None:
         """`stored`: the splits of the restored run, which an automatic choice keeps."""
         self.setup, self._count, self._stored = setup, stages, stored
 
     @cached_property
-    def _made(self) -> tuple[nn.Module, Frozen]:
-        return self.setup.new_model()
-
-    @property
-    def _whole(self) -> nn.Module:
-        return self._made[0]
+    def network(self) -> Network:
+        assert self.setup.unfrozen_at is None, "the rules of the options refuse it"
+        return self.setup.new_network()
 
     @cached_property
     def splits(self) -> Sequence[str]:
@@ -277,7 +276,7 @@ class StagedModel:
         example = torch.rand(min(shape.micro_batch, MEASURED), 3, side, side, device=device)
         with self.setup.regime.computing(device), named_option("pipeline_splits"):
             return splits.balance(
-                self._on_device(self._whole),
+                self._on_device(self.network.model),
                 self._count,
                 example=example.contiguous(memory_format=torch.channels_last),
             )
@@ -289,7 +288,7 @@ class StagedModel:
     @cached_property
     def _stages(self) -> list[Stage]:
         with named_option("pipeline_splits"):
-            return splits.split(self._whole, self.splits)
+            return splits.split(self.network.model, self.splits)
 
     @cached_property
     def _boundaries(self) -> list[list[Tensor]]:
@@ -309,48 +308,24 @@ class StagedModel:
 
     @property
     def _mode(self) -> str:
-        return rules.recompute_mode(self.setup.options.numerics, self.setup.options.parallel)
+        return facts.recompute_mode(self.setup.options.numerics, self.setup.options.parallel)
 
     @cached_property
     def _kept(self) -> list[str]:
         """The layers whose outputs --recompute-checkpoints stores."""
         with named_option("recompute_checkpoints"):
-            return matching(self._whole, self.setup.options.numerics.recompute_checkpoints)
+            return matching(self.network.model, self.setup.options.numerics.recompute_checkpoints)
 
     def build(self) -> nn.Module:
         """This process's stage."""
         rank = self.setup.grid.stages.rank
-        self.setup.whiten(self._whole)
+        self.setup.whiten(self.network.model)
         footprint = self._footprints[rank]
         stored = self._kept if self._mode == "manual" else footprint.stored_layers(footprint.every)
         model = self.setup.regime.prepare(self._stages[rank].module, self.setup.device)
         if self._mode != "none":
             recompute_stage(model, stored)
         return model
-
-    @property
-    def parameters(self) -> int:
-        return zoo.count_parameters(self._whole)
-
-    @property
-    def whole(self) -> nn.Module:
-        return self._whole
-
-    @property
-    def layers(self) -> str:
-        return str(self._whole)  # that of a stage would end with the code that torch generates for it
-
-    @property
-    def trained_parameters(self) -> int:
-        return count_trained(self._whole)
-
-    @cached_property
-    def weights(self) -> Sequence[str]:
-        return [name for name, _ in self._whole.named_parameters()]
-
-    @cached_property
-    def trained(self) -> Sequence[str]:
-        return [name for name, weight in self._whole.named_parameters() if weight.requires_grad]
 
     def lines(self) -> list[str]:
         options, shape = self.setup.options, self._shape
@@ -368,7 +343,7 @@ class StagedModel:
                 f" {counted(flights, 'micro-batch')} in flight,"
                 f" {need / GIB:.3f} GiB predicted"
             )
-        if self.setup.device.type == "cuda" and any(isinstance(layer, Norm) for layer in self._whole.modules()):
+        if self.setup.device.type == "cuda" and any(isinstance(layer, Norm) for layer in self.network.model.modules()):
             lines.append("norms: none fused with what follows them, because the model is cut into stages")
         return lines
 
@@ -388,24 +363,32 @@ class StagedModel:
         needs[0] += (self._copies * images + ahead) * 3 * side**2
         return needs
 
+    def outlook(self, model: nn.Module | None) -> Outlook:  # noqa: ARG002, stages are measured by their footprints
+        """The outlook of stages, each with its own device; on a host, all share the memory."""
+        is_apart, parallel = self.setup.device.type == "cuda", self.setup.options.parallel
+        accumulation, kind = self.setup.options.training.gradient_accumulation, parallel.pipeline_schedule
+
+        def needs(micro_batch: int, kind: Kind) -> float:
+            """Bytes of the largest stage; on a host, of the average one, because all have the same share."""
+            stages = self.needs(micro_batch, kind)
+            return max(stages) if is_apart else sum(stages) / len(stages)
+
+        return Outlook(
+            of=needs,
+            schedules=(kind, "interleaved") if kind == "grouped" and accumulation >= self._count else (kind,),
+            subject="a stage is " if is_apart else "a stage on average is ",
+            share="" if is_apart else " for each",
+            helps="expected more --pipeline-splits, fewer images per update or smaller ones",
+        )
+
     @property
     def _copies(self) -> int:
-        """Of an update's images on the first stage: as loaded, joined for the schedule, and the next update's."""
+        """The copies of images on the first stage: as loaded, joined for the schedule, and those of the next update."""
         return 3 if self.setup.device.type == "cuda" else 2
 
     def stages(self) -> Stages:
         own = self._stages[self.setup.grid.stages.rank].module.state_dict()
-        return SeveralStages(self.setup.grid, own=own, every=self._whole.state_dict())
-
-    def numbers(self) -> Mapping[str, int]:
-        return numbered(self._whole)
-
-    def later(self) -> frozenset[str]:
-        assert self.setup.unfrozen_at is None, "the rules of the options refuse it"
-        return frozenset()
-
-    def rate_shares(self, decay: float) -> Mapping[str, float]:
-        return rate_shares(self._whole, decay)
+        return SeveralStages(self.setup.grid, own=own, every=self.network.model.state_dict())
 
     def loader(self) -> TrainingLoader:
         setup = self.setup
@@ -441,12 +424,12 @@ class StagedModel:
 
         return measure_stages
 
-    def step(self, state: TrainState, *, replicas: Replicas, offender: Offender) -> PipelinedStep:
-        setup = self.setup
+    def step(self, state: TrainState, *, replicas: Replicas, offender: Offender, capture: Capture) -> Step:  # noqa: ARG002
+        setup, trained = self.setup, self.network.trained
         own = [name for name, weight in state.model.named_parameters() if weight.requires_grad]
-        everywhere = non_finite_of_stages(setup.grid, [self.trained.index(name) for name in own])
+        everywhere = non_finite_of_stages(setup.grid, [trained.index(name) for name in own])
         return PipelinedStep(
-            build_moving(state, setup, self._made[1], replicas=replicas, offender=offender, stages=everywhere),
+            build_moving(state, setup, self.network.frozen, replicas=replicas, offender=offender, stages=everywhere),
             self._place,
             forward=self._forward,
             loss=setup.loss,
@@ -454,11 +437,11 @@ class StagedModel:
         )
 
     @cached_property
-    def _place(self) -> Place:
+    def _place(self) -> StagePlace:
         stages = self.setup.grid.stages
         assert isinstance(stages, Processes)
         edges = [[], *self._boundaries, self._logits]
-        return Place(world=stages, entering=edges[stages.rank], leaving=edges[stages.rank + 1])
+        return StagePlace(world=stages, entering=edges[stages.rank], leaving=edges[stages.rank + 1])
 
     @property
     def _logits(self) -> list[Tensor]:

@@ -5,7 +5,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
-from falconet.checkpoint.manifest import Progress
+from falconet.checkpoint.manifest import Position
 from falconet.config.commands import TrainOptions
 from falconet.data.loader import BatchShape
 from falconet.errors import ConfigError
@@ -170,7 +170,7 @@ class Plan:
         """The update, as this plan counts, that ends after whole epochs and some images of the next one."""
         return self.update_at(epoch, images // self.global_batch)
 
-    def start_of(self, done: Progress) -> int:
+    def start_of(self, done: Position) -> int:
         """The `updates_before` of a run that continues from a checkpoint, perhaps with another global batch.
 
         Updates that were made keep their numbers, and those to come are counted on from them: logs, trackers and the
@@ -181,6 +181,12 @@ class Plan:
             raise ConfigError(
                 f"--micro-batch-size: the checkpoint is {done.images:,} images into an epoch, which a global batch of"
                 f" {self.global_batch} does not divide; expected the one it was trained with"
+            )
+        if done.images // self.global_batch >= self.updates_per_epoch:
+            raise ConfigError(
+                f"--micro-batch-size: the checkpoint is {done.images:,} images into an epoch of {self.images:,}, of"
+                f" which a global batch of {self.global_batch} makes no further update; expected the one it was trained"
+                " with"
             )
         return self.updates_before + done.update - self.update_after(done.epoch, done.images)
 
@@ -267,7 +273,9 @@ class Plan:
         if updates != whole:
             part = updates / self.updates_per_epoch
             epochs = f"{part:.4g} {'epoch' if part == 1 else 'epochs'}"
-        return f"{counted(updates, 'update')} = {epochs} x {counted(self.updates_per_epoch, 'update')}"
+        is_mixed = self.phase == 1 and self.limit is not None and updates != self.updates
+        mixed = f"; {self.updates:,} in all, some of them with another global batch" if is_mixed else ""
+        return f"{counted(updates, 'update')} = {epochs} x {counted(self.updates_per_epoch, 'update')}{mixed}"
 
     def _validation(self) -> str:
         words = {"none": "never", "after": "at the end", "during": _every(self.validation_frequency)}

@@ -2,8 +2,8 @@
 
 import torch
 
-from falconet.config import commands, options, rules
-from falconet.config.rules import PHOTOS
+from falconet.config import commands, facts, options
+from falconet.config.facts import PHOTO_KINDS
 from falconet.data import input, native
 from falconet.data.order import class_weights
 from falconet.errors import named_option
@@ -41,7 +41,7 @@ def brief(built: BuiltPhase) -> list[str]:
         *built.plan.lines(),
     ]
     is_whole, plan = asked.training.has_whole_epochs, built.plan
-    length = counted(plan.last_epoch, "epoch") if is_whole else counted(plan.updates - plan.updates_before, "update")
+    length = counted(plan.last_epoch, "epoch") if is_whole else counted(plan.updates, "update")
     return [
         *(line for line in describe(built) if line not in details),
         f"{length}, {counted(plan.global_batch, 'photo')} of {built.images.shape()} per update,"
@@ -61,7 +61,7 @@ def _whole(built: BuiltPhase) -> list[str]:
     asked, device = built.options, built.site.world.device
     is_synthetic, others = asked.data.data == "synthetic", asked.validation.validate_checkpoints
     lines = [
-        f"model {asked.model.model}, {built.placement.parameters:,} parameters",
+        f"model {asked.model.model}, {built.placement.network.parameters:,} parameters",
         *built.images.found(),
         _images(built),
         *_decoding(built),
@@ -136,7 +136,7 @@ def _views(asked: commands.TrainOptions) -> list[str]:
 
 def _decoding(built: BuiltPhase) -> list[str]:
     data = built.options.data
-    if data.data not in PHOTOS:
+    if data.data not in PHOTO_KINDS:
         return []
     where = input.decode_device(data, built.images.train, built.site.world.device)
     return [f"photos are decoded by {input.decoder(where)}"]
@@ -152,7 +152,7 @@ def _machine(built: BuiltPhase) -> str:
 def _numerics(asked: commands.TrainOptions, *, regime: Regime, device: torch.device) -> list[str]:
     written = "stochastic rounding" if rounding(asked, regime=regime) else "rounding to nearest"
     lines = [f"precision {regime.describe(device)}" + (f", {written}" if regime.is_half else "")]
-    if rules.is_scaled(asked):
+    if facts.is_scaled(asked.numerics, asked.machine):
         lines.append(f"loss scale {_loss_scale(asked)}")
     if asked.numerics.half_partial:
         lines.append(describe_half_partials(regime, device))
@@ -191,12 +191,12 @@ def _weights(built: BuiltPhase) -> list[str]:
     placement, setup = built.placement, built.placement.setup
     lines = [f"starts with the weights of {setup.initial}"] if setup.initial else []
     lines += [setup.pretrained.describe(built.images.class_names)] if setup.pretrained else []
-    patterns, trains = built.options.training.trainable, f"trains {placement.trained_parameters:,}"
+    patterns, trains = built.options.training.trainable, f"trains {placement.network.trained_parameters:,}"
     if setup.first_trained is not None:
         also = ", whatever --trainable names" if patterns else ""
         lines.append(f"{trains} parameters, from {setup.first_trained}; the layers before it are frozen{also}")
     elif built.options.training.freeze is not None:
-        frozen = f"{trains} of {placement.parameters:,} parameters: --freeze {built.options.training.freeze}"
+        frozen = f"{trains} of {placement.network.parameters:,} parameters: --freeze {built.options.training.freeze}"
         epochs = built.options.training.unfreeze_after
         later = built.options.training.freeze_after
         if later:
@@ -204,7 +204,7 @@ def _weights(built: BuiltPhase) -> list[str]:
         else:
             lines.append(f"{frozen} for {counted(epochs, 'epoch')}, then all" if epochs else frozen)
     elif patterns:
-        lines.append(f"{trains} of {placement.parameters:,} parameters: those that match {' '.join(patterns)}")
+        lines.append(f"{trains} of {placement.network.parameters:,} parameters: those that match {' '.join(patterns)}")
     return lines
 
 

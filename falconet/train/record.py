@@ -28,6 +28,9 @@ from falconet.data.loader import stretch
 from falconet.data.readers import reader_for
 from falconet.data.storage import ArraySource, PixelArray
 from falconet.errors import UserError
+from falconet.evaluation import breakdown
+from falconet.evaluation.breakdown import Answers, Breakdown, Collected, Precisions
+from falconet.evaluation.evaluate import Evaluation
 from falconet.parallel import host
 from falconet.parallel.grid import Grid
 from falconet.parallel.world import World, cores
@@ -37,11 +40,9 @@ from falconet.report.run_files import ANSWERS, ENVIRONMENT, LAYERS, MEMORY, REPO
 from falconet.report.styles import Validated
 from falconet.report.throughput import Stopwatch
 from falconet.report.trackers import Confusion, Picture, Tracker
-from falconet.train import breakdown
-from falconet.train.breakdown import Answers, Breakdown, Collected, Precisions
-from falconet.train.evaluate import Evaluation, NoRecord, Which
 from falconet.train.layer_table import Row
 from falconet.train.step import Step, Update
+from falconet.train.validation import NoRecord, Record, Which
 
 EXAMPLES = 24  # mistakes, and as many hits
 SEEN_IMAGES = 32  # of the first batch
@@ -52,12 +53,9 @@ RARELY = 100
 Pictured = dict[str, str]
 
 
-class Recorder(Protocol):
+class Recorder(Record, Protocol):
     """What a phase tells of itself for the report, beside what its validations answer."""
 
-    def begin(self, which: Which) -> None: ...
-    def add(self, logits: Tensor, labels: Tensor) -> None: ...
-    def best(self, which: Which, found: Evaluation, validated: Validated) -> None: ...
     def watched(self, step: Step) -> Step: ...  # the step, whose first batch is kept
     def epoch_ended(self, update: int) -> None: ...
     def stopped(self) -> None: ...  # before the end
@@ -219,7 +217,7 @@ class Page:
             tracker.write_pictures(update, "first_batch", shown)
 
     def show_answers(self, content: Mapping[str, Any], class_names: Sequence[str]) -> None:
-        """Of the best validation, as it is written for the report."""
+        """Give trackers what the best validation answered, as it is written for the report."""
         update: int = content["update"]
         confusion = Confusion(class_names, content["confusion"]["cells"])
         mistakes = [
@@ -236,7 +234,7 @@ def _shown(caption: str, picture: Pictured) -> Picture:
 
 
 class NoPage(Page):
-    """For a run folder that is removed at the end: a page is written only if it stays."""
+    """The page in a run folder that is removed at the end: written only if the folder stays."""
 
     def is_due(self) -> bool:
         return False

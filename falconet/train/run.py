@@ -1,4 +1,4 @@
-"""A run: its plan, its folder and sinks, its phases one after the other, and interruption."""
+"""A run: what is decided before its first update, its folder and sinks, and its phases one after the other."""
 
 import contextlib
 import gc
@@ -6,8 +6,8 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,28 +25,45 @@ from falconet.report.epochs import in_short
 from falconet.report.mlperf import MlperfLog
 from falconet.train import (
     build,
-    log,
+    fitting,
+    interruption,
     lr_finder,
-    memory,
     plan_text,
-    processes,
     record,
+    resume,
     run_folder,
+    workers,
 )
-from falconet.train.build import BuiltPhase
+from falconet.train.build import BuiltPhase, Site
 from falconet.train.layer_table import Row, layer_table
 from falconet.train.lr_finder import Finding
+from falconet.train.mlperf_submission import submission_of
 from falconet.train.phase import Session, begin, best_of, ended_early, train_phase
 from falconet.train.plan import phases_of
-from falconet.train.processes import Launch
+from falconet.train.preparation import Launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What is decided for a run before its first update."""
+
+    launch: Launch  # with numbers for what trials have found
+    site: Site
+    phases: deque[BuiltPhase]  # all of them; each is taken from here when its turn comes, which frees its memory
+    current: int  # the number of the phase that it begins with
+    plan: Sequence[str]  # every line
+    shown: Sequence[str]  # what is printed of it, with notes
+    finding: Finding | None  # of --lr auto
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What is known of a run before its first update."""
+    """What is known of a run before its model is built."""
 
     began: float  # seconds since 1970
     environment: Mapping[str, str]  # versions and hardware
+    bad: Sequence[str]  # photos that cannot be used
+    layers: Sequence[Row]  # for the report
     graph: Any  # of the model, for trackers; None: they do not take one
 
 
@@ -57,76 +74,84 @@ def carry_out(launch: Launch) -> int:
     except ShortageError as error:
         short = ShortageError(error.short, helps=error.helps, after=error.after, phase=error.phase)
     # Here the error is gone, and with its traceback everything of the run that was on the device.
-    raise memory.answer(short, launch)
+    raise fitting.answer(short, launch)
 
 
 def _carried_out(launch: Launch) -> int:
     began = time.time()
-    if introduced := processes.introduction(launch):
+    if introduced := workers.introduction(launch):
         Screen(words=launch.conventions.words).line(introduced)
     site = build.open_site(launch)
-    world, screen = site.world, site.screen
     with (
-        world,
-        run_folder.interruption_explained(screen.line, lambda: "stopped before the first update: nothing was saved"),
-        run_folder.memory_explained(),
+        site.world,
+        interruption.interruption_explained(
+            site.screen.line, lambda: "stopped before the first update: nothing was saved"
+        ),
+        interruption.memory_explained(),
         contextlib.ExitStack() as held,
     ):
-        processes.check_alike(world, launch.loaded, launch.restored)
-        with named_option("precision"):
-            REGIMES[launch.loaded.options.machine.precision].require(world.device)
-        if not launch.loaded.options.run.plan:
-            build.limit_libraries(launch.loaded.options, site.grid)
-        launch = memory.settled(build.with_images(launch), site)
-        launch, finding = _with_rate(launch, site)
-        options = launch.loaded.options
-        current = processes.current_phase(phases_of(options), launch.loaded, launch.restored)
-        built = deque(build.phases_built(launch, site))
-        plan = [line for each in built for line in plan_text.describe(each)]
-        found_rate = [finding.line()] if finding else []
-        notes = [*effects.notes(options, launch.loaded.sources), *launch.division.notes, *launch.notes]
-        is_whole = options.run.plan or not launch.conventions.is_ours  # the originals' users always see all of it
-        shown = plan if is_whole else [line for each in built for line in plan_text.brief(each)]
-        for line in [*shown, *found_rate, *(f"note: {note}" for note in notes)]:
-            screen.line(line)
-        plan += found_rate
-        if options.run.plan:
-            for warning in filter(None, map(memory.warning, built)):
-                screen.line(warning)
-            screen.line("")
-            screen.line(launch.loaded.to_yaml().rstrip())
+        _check(launch, site)
+        decided = decide(launch, site)
+        for line in decided.shown:
+            site.screen.line(line)
+        if launch.loaded.options.run.plan:
+            _end_plan(decided)
             return 0
-        for _ in range(current - 1):
-            built.popleft()
-
-        bad = built[0].images.check.lines()
-        layers, graph = _layers(built[0]), _graph(built[0])
-        start = Start(began=began, environment=record.environment_of(world, threads=site.threads), graph=graph)
-
-        def open_folder() -> Path:
-            folder = _open_folder(launch, plan, held, bad)
-            if options.logging.report:
-                with record.warned(screen.line):
-                    record.write_facts(folder, layers, start.environment)
-            if finding:
-                finding.write(folder)
-                screen.line(f"the loss at each learning rate: {folder / lr_finder.PLOT}")
-            return folder
-
-        return _run_phases(built, open_folder, start)
+        return _run_phases(decided, held, began=began)
 
 
-def _with_rate(launch: Launch, site: build.Site) -> tuple[Launch, Finding | None]:
-    """The run with a number for --lr auto, and how it was found."""
+def _check(launch: Launch, site: Site) -> None:
+    """Refuse processes that differ, and what the device cannot do; limit its libraries to what they may."""
     options = launch.loaded.options
-    if options.learning_rate.lr != "auto":
-        return launch, None
-    if options.run.plan:
-        note = "--lr auto is found by a range test before the first update: rates in this plan are shares of it"
-        return replace(launch, notes=(*launch.notes, note)), None
-    site.screen.line("finding a learning rate (--lr auto)")
-    finding = lr_finder.find(launch, site)
-    return lr_finder.settled(launch, finding.rate), finding
+    workers.check_alike(site.world, launch.loaded, launch.restored)
+    with named_option("precision"):
+        REGIMES[options.machine.precision].require(site.world.device)
+    if not options.run.plan:
+        build.limit_libraries(options, site.grid)
+
+
+def decide(launch: Launch, site: Site) -> Decided:
+    """Find what only trials can, and describe every phase; no model is built that stays."""
+    fitted = fitting.with_micro_batch(build.with_images(launch), site)
+    settled, finding = lr_finder.with_rate(fitted, site)
+    options = settled.loaded.options
+    current = resume.current_phase(phases_of(options), settled.loaded, settled.restored)
+    phases = build.phases_built(settled, site)
+    plan = [line for each in phases for line in plan_text.describe(each)]
+    is_whole = options.run.plan or settled.conventions.prints_whole_plan
+    shown = plan if is_whole else [line for each in phases for line in plan_text.brief(each)]
+    found = [finding.line()] if finding else []
+    notes = [*effects.notes(options, settled.loaded.sources), *settled.division.notes, *settled.notes]
+    return Decided(
+        launch=settled,
+        site=site,
+        phases=deque(phases),
+        current=current,
+        plan=[*plan, *found],
+        shown=[*shown, *found, *(f"note: {note}" for note in notes)],
+        finding=finding,
+    )
+
+
+def _end_plan(decided: Decided) -> None:
+    """Print what --plan shows below the plan: warnings, and every option with its source."""
+    say = decided.site.screen.line
+    for warning in filter(None, map(fitting.warning, decided.phases)):
+        say(warning)
+    say("")
+    say(decided.launch.loaded.to_yaml().rstrip())
+
+
+def _known(first: BuiltPhase, *, began: float) -> Start:
+    """What is known of a run, of which this is the first phase, before its model is changed for its device."""
+    site = first.site
+    return Start(
+        began=began,
+        bad=first.images.check.lines(),
+        layers=_layers(first),
+        graph=_graph(first),
+        environment=record.environment_of(site.world, threads=site.threads),
+    )
 
 
 def _layers(built: BuiltPhase) -> list[Row]:
@@ -135,7 +160,7 @@ def _layers(built: BuiltPhase) -> list[Row]:
         return []
     # With CUDA the compiler is imported anyway; without, an image takes less than a hundredth of an update.
     on: Literal["cpu", "meta"] = "meta" if built.site.world.device.type == "cuda" else "cpu"
-    return layer_table(built.placement.whole, image_size=built.images.preprocessing.image_size, on=on)
+    return layer_table(built.placement.network.model, image_size=built.images.preprocessing.image_size, on=on)
 
 
 def _graph(built: BuiltPhase) -> Any:
@@ -145,22 +170,20 @@ def _graph(built: BuiltPhase) -> Any:
     from falconet.report.tensorboard import graph_of
 
     size = built.images.preprocessing.image_size
-    return graph_of(built.placement.whole, image_size=size, say=built.site.screen.line)
+    return graph_of(built.placement.network.model, image_size=size, say=built.site.screen.line)
 
 
-def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], start: Start) -> int:
-    """Train every phase; one that is done leaves `phases`, which frees its memory on the device."""
-    first = phases[0]
-    launch, site, options = first.launch, first.site, first.launch.loaded.options
+def _run_phases(decided: Decided, held: contextlib.ExitStack, *, began: float) -> int:
+    """Train every phase that is left; one that is done leaves `decided`, which frees its memory on the device."""
+    launch, site, phases = decided.launch, decided.site, decided.phases
+    for _ in range(decided.current - 1):
+        phases.popleft()
+    first, options = phases[0], launch.loaded.options
+    start = _known(first, began=began)
     state = begin(first)
-    if first.phase.is_last and not state.progress.unvalidated:
-        done = _nothing_left(first, state.progress)
-        if done and not _lacks_its_end(first):
-            site.screen.line(f"nothing left to train: {done}")
-            return 0
-        if done:
-            site.screen.line("every update was made; what follows the last one is left")
-    folder = Path(site.world.once(lambda: str(open_folder())))
+    if _is_finished(first, state.progress):
+        return 0
+    folder = Path(site.world.once(lambda: str(_open_folder(decided, start, held))))
     if options.run.temporary:
         site.screen.line(run_folder.temporary_line(folder))
     if launch.restored and (elsewhere := run_folder.elsewhere_line(launch.restored, folder)):
@@ -168,13 +191,13 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], star
     saved = run_folder.checkpoints(folder, options)
     mark = site.world.once(lambda: _mark(launch))
     with (
-        run_folder.interruption_explained(
-            site.screen.line, lambda: f"stopped; {run_folder.how_to_continue(folder, saved)}"
+        interruption.interruption_explained(
+            site.screen.line, lambda: f"stopped; {interruption.how_to_continue(folder, saved)}"
         ),
-        run_folder.EndRecorded(folder if site.world.is_first else None),
-        run_folder.full_disk_explained(folder, saved),
-        run_folder.memory_explained(saved, first.phase),
-        contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=start.began, mark=mark)) as sinks,
+        interruption.EndRecorded(folder if site.world.is_first else None),
+        interruption.full_disk_explained(folder, saved),
+        interruption.memory_explained(saved, first.phase),
+        contextlib.closing(_open_sinks(phases, folder, state.progress.update, began=began, mark=mark)) as sinks,
     ):
         for each in sinks.trackers if start.graph is not None else ():
             each.write_graph(start.graph)
@@ -185,7 +208,7 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], star
             assert handed is not None, "a phase that another one follows is averaged"
             del state
             gc.collect()  # hooks on gradients keep the model in a reference cycle
-            with run_folder.memory_explained(saved, phases[0].phase):
+            with interruption.memory_explained(saved, phases[0].phase):
                 state = begin(phases[0], handed)
                 handed = train_phase(phases.popleft(), state, session, handed=handed)
     if options.run.temporary:
@@ -193,6 +216,17 @@ def _run_phases(phases: deque[BuiltPhase], open_folder: Callable[[], Path], star
         if site.world.is_first:
             run_folder.remove_temporary(folder, site.screen.line)
     return 0
+
+
+def _is_finished(built: BuiltPhase, progress: Progress) -> bool:
+    """Whether a continued run has nothing left to do; prints why, or that only its end is left."""
+    done = _nothing_left(built, progress) if built.phase.is_last and not progress.unvalidated else None
+    if done is None:
+        return False
+    only_ends = _lacks_its_end(built)
+    left = "every update was made; what follows the last one is left"
+    built.site.screen.line(left if only_ends else f"nothing left to train: {done}")
+    return not only_ends
 
 
 def _nothing_left(built: BuiltPhase, progress: Progress) -> str | None:
@@ -237,31 +271,41 @@ def _mark(launch: Launch) -> str:
     return stored if isinstance(stored, str) and stored else secrets.token_hex(16)
 
 
-def _open_folder(launch: Launch, plan: list[str], held: contextlib.ExitStack, bad: list[str]) -> Path:
-    """The run folder, locked until `held` is closed. `bad`: photos that cannot be used."""
-    options = launch.loaded.options
-    folder = run_folder.open_folder(
-        launch.loaded, restored=launch.restored, again=launch.again, conventions=launch.conventions
-    )
+def _open_folder(decided: Decided, start: Start, held: contextlib.ExitStack) -> Path:
+    """The run folder with what is known before the first update, locked until `held` is closed."""
+    launch, say = decided.launch, decided.site.screen.line
+    folder = _locked_folder(launch, held)
+    config, plan = launch.loaded.rooted().to_yaml(launch.started()), "\n".join(decided.plan) + "\n"
+    run_folder.write_config(folder, config, plan)
+    if start.bad:
+        writing.replace(folder, BAD_PHOTOS, "\n".join(start.bad) + "\n")
+    if launch.loaded.options.logging.report:
+        with record.warned(say):
+            record.write_facts(folder, start.layers, start.environment)
+    if decided.finding:
+        decided.finding.write(folder)
+        say(f"the loss at each learning rate: {folder / lr_finder.PLOT}")
+    return folder
+
+
+def _locked_folder(launch: Launch, held: contextlib.ExitStack) -> Path:
+    """The run folder, which no other run uses until `held` is closed; its log ends where the run continues."""
+    options, restored, conventions = launch.loaded.options, launch.restored, launch.conventions
+    folder = run_folder.open_folder(launch.loaded, restored=restored, again=launch.again, conventions=conventions)
     saved = run_folder.checkpoints(folder, options)
     restarted = environment.attempt(os.environ) > 0
     held.enter_context(run_folder.alone(folder, again=restarted))
     if not saved.samefile(folder):  # another run may have been told to save in this one's checkpoints/
         option = "--checkpoint-output-path" if options.checkpoints.checkpoint_output_path else "--run-dir"
         held.enter_context(run_folder.alone(saved, option=option, again=restarted))
-    run_folder.check_saved(
-        saved, launch.loaded, restored=launch.restored
-    )  # the run that held the lock may have just ended
+    run_folder.check_saved(saved, launch.loaded, restored=restored)  # the run that held the lock may have just ended
     if launch.again:  # its workers are gone, and nothing else saves there
         disk.sweep(saved, abandoned=0.0, kinds=("tmp",))
-    if options.run.resume and not launch.restored:
+    if options.run.resume and not restored:
         run_folder.check_resumed(folder, saved)
-    if launch.restored or launch.again or options.run.resume:
+    if restored or launch.again or options.run.resume:
         again = launch.again or options.run.resume
-        run_folder.continue_log(folder, launch.restored, conventions=launch.conventions, again=again)
-    run_folder.write_config(folder, launch.loaded.rooted().to_yaml(launch.started()), "\n".join(plan) + "\n")
-    if bad:
-        writing.replace(folder, BAD_PHOTOS, "\n".join(bad) + "\n")
+        run_folder.continue_log(folder, restored, conventions=conventions, again=again)
     return folder
 
 
@@ -280,13 +324,13 @@ def _open_sinks(phases: deque[BuiltPhase], folder: Path, update: int, *, began: 
     )
     if not options.logging.mlperf_logging:
         return opens()
-    submission = log.submission(
+    stated = submission_of(
         options,
         first.plan,
-        weights=first.placement.trained,
+        weights=first.placement.network.trained,
         validated=len(first.images.validation),
         epochs=phases[-1].plan.last_epoch,
         began=began,
     )
     path = folder / f"result_{options.run.seed}.txt"
-    return opens(MlperfLog(path, submission, done=first.plan.place(update)[0]))
+    return opens(MlperfLog(path, stated, done=first.plan.place(update)[0]))

@@ -1,40 +1,27 @@
-"""The run folder: which one, its files and sinks, the lock on it, and how to continue the run in it."""
+"""The run folder: which one, its files and sinks, and the lock on it."""
 
 import contextlib
 import csv
 import fcntl
 import json
 import os
-import shlex
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 
 from falconet import writing
 from falconet.checkpoint.format import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import commands
 from falconet.config.fields import options_of
-from falconet.config.load import Loaded, left_out
+from falconet.config.load import LoadedTraining, left_out
 from falconet.config.settings import CHECKPOINT, DEFAULT, is_asked_for, read_yaml
 from falconet.errors import (
-    NO_ROOM,
-    SHORTAGES,
-    CheckpointError,
     ConfigError,
-    DeviceError,
-    DiskError,
-    Interrupted,
     LinkError,
-    ShortageError,
-    UnsavedError,
-    UserError,
-    WorldError,
-    memory_shortage,
     named_option,
 )
 from falconet.models import zoo
@@ -45,7 +32,6 @@ from falconet.report.run_files import (
     ANSWERS,
     CHECKPOINTS,
     CONFIG,
-    ENDED,
     MEMORY,
     METRICS,
     PLAN,
@@ -60,100 +46,8 @@ from falconet.report.run_files import (
 from falconet.report.sinks import JsonLines, Several, Sink, UpdateTimes
 from falconet.report.styles import FALCONET, Conventions, Table
 from falconet.report.trackers import Guarded, Tracker
-from falconet.train.plan import Phase
-
-
-def how_to_continue(folder: Path, checkpoints: Path) -> str:
-    """The command that continues a run, if it left a checkpoint."""
-    if checkpoints.is_dir() and checkpoints_in(checkpoints):
-        return f"to continue: {restore_line(folder, checkpoints)}"
-    return "there is no checkpoint to continue from; the same command starts over"
-
-
-def restore_line(folder: Path, checkpoints: Path) -> str:
-    """The command names the run folder, and its checkpoints too where they lie elsewhere."""
-    command = ["falconet", "restore"]
-    if checkpoints in (folder, folder / "checkpoints"):
-        return shlex.join([*command, str(folder)])
-    return shlex.join([*command, str(checkpoints), "--run-dir", str(folder)])
-
-
-@contextlib.contextmanager
-def interruption_explained(say: Say, words: Callable[[], str]) -> Iterator[None]:
-    """Turn a KeyboardInterrupt into Interrupted, and print what it cost once everything has ended."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        say(words())
-        raise Interrupted from None
-
-
-@contextlib.contextmanager
-def full_disk_explained(folder: Path, checkpoints: Path) -> Iterator[None]:
-    """Turn a full disk into one line with the command that continues."""
-    try:
-        yield
-    except OSError as error:
-        found = NO_ROOM.get(error.errno or 0)
-        if found is None:
-            raise
-        where = f" ({error.filename})" if error.filename else ""
-        raise DiskError(f"{found.why}{where}; {found.helps}; {how_to_continue(folder, checkpoints)}") from error
-    except CheckpointError as error:
-        cause = error.__cause__
-        found = NO_ROOM.get(cause.errno or 0) if isinstance(cause, OSError) else None
-        if found is None:
-            raise
-        raise CheckpointError(f"{error}; {found.helps}; {how_to_continue(folder, checkpoints)}") from error
-    except UnsavedError as error:
-        raise UnsavedError(f"{error}; {how_to_continue(folder, checkpoints)}") from error
-
-
-@contextlib.contextmanager
-def memory_explained(checkpoints: Path | None = None, phase: Phase | None = None) -> Iterator[None]:
-    """Turn memory that ran out into one line with what needs less of it, and the newest checkpoint.
-
-    `phase`: the one under way; None: there was no update yet.
-    """
-    try:
-        yield
-    except SHORTAGES as error:
-        short = memory_shortage(error)
-        if short is None:
-            raise
-        saved = checkpoints_in(checkpoints) if checkpoints and checkpoints.is_dir() else []
-        newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
-        which = phase.prefix if phase else ""
-        helps = (
-            f"expected a smaller --{which}micro-batch-size with more --{which}gradient-accumulation, a smaller"
-            " --validation-batch-size, or --enable-recompute"
-        )
-        if phase is None:
-            raise DeviceError(f"{short}; {helps}; {newest}") from error
-        raise ShortageError(short, helps=helps, after=newest, phase=phase.number) from error
-
-
-class EndRecorded:
-    """Leaves in the run folder how a run ended before its last update, for `falconet watch` and the report."""
-
-    def __init__(self, folder: Path | None) -> None:
-        """`folder`: None in processes other than the first."""
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                (self._folder / ENDED).unlink()  # that of an earlier start
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._folder is None or error is None:
-            return
-        is_stopped = isinstance(error, KeyboardInterrupt | Interrupted)
-        reason = str(error) if isinstance(error, UserError | WorldError) else type(error).__name__
-        ending = {"kind": "interrupted"} if is_stopped else {"kind": "failed", "reason": reason}
-        with contextlib.suppress(OSError, UserError):  # the disk may be full; the run's own error matters more
-            writing.replace(self._folder, ENDED, json.dumps(ending) + "\n")
-
+from falconet.train.interruption import restore_line
+from falconet.train.validation import AVERAGED
 
 # Checked for links before the first update, so that none is found after the last one.
 WRITTEN = (
@@ -168,16 +62,15 @@ ENDING = 5.0  # seconds that a killed run may take to leave its folder
 
 def choose(options: commands.TrainOptions, conventions: Conventions = FALCONET) -> Path:
     """The folder of this run; only a temporary one is created here, so that its name is unique."""
-    asked = options.run.run_dir
     if options.run.temporary:
         return Path(tempfile.mkdtemp(prefix=f"{_fresh(options, conventions).name}_"))
-    return _fresh(options, conventions) if asked == "auto" else asked
+    return _fresh(options, conventions) if options.run.run_dir == "auto" else options.run.run_dir
 
 
 def is_named_anew(options: commands.TrainOptions, conventions: Conventions = FALCONET) -> bool:
     """Whether `choose` invents a name."""
-    asked = options.run.run_dir != "auto" or options.run.temporary or _logs_where_it_saves(options, conventions)
-    return not asked
+    run = options.run
+    return run.run_dir == "auto" and not run.temporary and not _logs_where_it_saves(options, conventions)
 
 
 def claim(options: commands.TrainOptions, conventions: Conventions = FALCONET) -> Path:
@@ -198,7 +91,7 @@ def claim(options: commands.TrainOptions, conventions: Conventions = FALCONET) -
 
 
 def open_folder(
-    loaded: Loaded[commands.TrainOptions],
+    loaded: LoadedTraining,
     *,
     restored: Checkpoint | None,
     again: bool = False,
@@ -222,7 +115,7 @@ def open_folder(
     return folder
 
 
-def check_saved(saved: Path, loaded: Loaded[commands.TrainOptions], *, restored: Checkpoint | None) -> None:
+def check_saved(saved: Path, loaded: LoadedTraining, *, restored: Checkpoint | None) -> None:
     """Refuse a folder whose checkpoints this run would mix with its own."""
     newer = whole_after(saved, restored.manifest.progress) if restored else None
     if restored and newer:  # pruning would remove this run's checkpoints first, and restoring find them last
@@ -288,7 +181,11 @@ def lacks_its_end(options: commands.TrainOptions, restored: Checkpoint, conventi
     """Whether a run stopped after the last update but before its summary, which it writes after everything else."""
     if options.run.temporary or is_named_anew(options, conventions):
         return False
-    folder = choose(options, conventions)
+    return _is_unended(restored, choose(options, conventions))
+
+
+def _is_unended(restored: Checkpoint, folder: Path) -> bool:
+    """Whether this folder's run, continued from its checkpoint, has no summary of that update."""
     return _belongs(restored, folder) and updates_in_summary(folder) < restored.manifest.progress.update
 
 
@@ -320,16 +217,19 @@ def continue_log(
         _continue_records(folder, source, update=restored.manifest.progress.update)
     update = restored.manifest.progress.update if restored else 0
     validated = not (restored and restored.manifest.meter.get("unvalidated"))
+    comes_again = restored is not None and _is_unended(restored, folder)  # what follows the last update
 
     def is_kept(line: bytes) -> bool:
         done, names = _read_line(line)
+        if done == update and comes_again and any(name.startswith(AVERAGED) for name in names):
+            return False
         return done < update or (done == update and (validated or "train/loss" in names))
 
     writing.keep_lines(folder, METRICS, is_kept)
     writing.keep_lines(folder, TIMES, lambda line: _read_line(line)[0] <= update)
     for table in conventions.tables:
         last = update if validated or not table.is_of_validations else update - 1
-        writing.keep_lines(folder, table.name, _until(last, table))
+        writing.keep_lines(folder, table.name, _until(last, table, ends=comes_again and table.is_of_validations))
 
 
 def _continue_records(folder: Path, source: Path, *, update: int) -> None:
@@ -353,16 +253,24 @@ def _read_line(line: bytes) -> tuple[int, Collection[str]]:
     return (done, content) if isinstance(done, int) else (0, ())
 
 
-def _until(last: int, table: Table) -> Callable[[bytes], bool]:
-    """Whether a line of a CSV file is its header, or a row of an update up to the `last`."""
+def _until(last: int, table: Table, *, ends: bool) -> Callable[[bytes], bool]:
+    """Whether a line of a CSV file is its header, or a row of an update up to the `last`.
+
+    `ends`: the first row of that one is the last that is kept; averages and other checkpoints may follow it.
+    """
     header: list[str] = []
+    ended = False
 
     def is_kept(line: bytes) -> bool:
+        nonlocal ended
         cells = next(csv.reader([line.decode(errors="replace")]), [])
         if not header:
             header.extend(cells)
             return True
+        if ended:
+            return False
         done = dict(zip(header, cells, strict=False)).get(table.update, "")
+        ended = ends and done == str(last)
         return not done.isdecimal() or int(done) <= last
 
     return is_kept
@@ -394,7 +302,7 @@ class Sinks:
 
 
 def open_sinks(
-    folder: Path, loaded: Loaded[commands.TrainOptions], *more: Sink, say: Say, mark: str, restored: Checkpoint | None
+    folder: Path, loaded: LoadedTraining, *more: Sink, say: Say, mark: str, restored: Checkpoint | None
 ) -> Sinks:
     """metrics.jsonl and updates.jsonl always, others when asked for. `mark`: of the run."""
     with contextlib.ExitStack() as opened:  # what is open is closed if the next one is refused
@@ -409,7 +317,7 @@ def open_sinks(
 
 
 def _asked_for(
-    folder: Path, loaded: Loaded[commands.TrainOptions], *, say: Say, mark: str, restored: Checkpoint | None
+    folder: Path, loaded: LoadedTraining, *, say: Say, mark: str, restored: Checkpoint | None
 ) -> dict[str, Callable[[], Tracker]]:
     """How to open each tracker of the options, by name; called by threads of their own."""
     logging, table = loaded.options.logging, loaded.table()
@@ -465,7 +373,7 @@ def remove_temporary(folder: Path, say: Say) -> None:
         say(f"removed the temporary run folder {folder}")
 
 
-def placed(loaded: Loaded[commands.TrainOptions], restored: Checkpoint) -> Loaded[commands.TrainOptions]:
+def placed(loaded: LoadedTraining, restored: Checkpoint) -> LoadedTraining:
     """The options of a restored run with its folders: the command line's, or else where the checkpoint lies.
 
     Where that run has newer checkpoints, which this one must not mix with its own, the folder stays `auto`: a new one.

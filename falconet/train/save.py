@@ -1,40 +1,32 @@
-"""The checkpoints of a run: written while it trains, pruned, and averaged at its end."""
+"""The checkpoints of a run: written while it trains, and pruned."""
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import falconet
 from falconet.checkpoint import disk, format
-from falconet.checkpoint.foreign import load_weights
+from falconet.checkpoint.manifest import IMAGES, SEVERAL_LABELS, Position
 from falconet.checkpoint.state import TrainState
-from falconet.checkpoint.weight_average import Averaging, average, select
 from falconet.checkpoint.writer import Writer
-from falconet.config import commands, options
-from falconet.config.options import further_average
 from falconet.errors import NO_ROOM, CheckpointError, DiskError, DivergedError, UnsavedError
+from falconet.evaluation.evaluate import never
 from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
-from falconet.report.styles import Origin
-from falconet.train.evaluate import Validation, never
+from falconet.train.build import BuiltPhase
 from falconet.train.log import Output
 from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan
+from falconet.train.preparation import Launch
 
 SHORTEST, LONGEST = 1.0, 30.0  # seconds between two attempts to save while the run is paused
 PATIENCE = 3600.0  # seconds that a paused run keeps trying
 GLANCE = 0.2  # seconds between looks at whether it was asked to stop
 MANIFEST_BYTES = 1 << 16  # at most, except with thousands of classes
-
-IsWhole = Callable[[Path], bool]  # of a checkpoint; says why not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +44,42 @@ class Identity:
         safe = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in self.model)
         within = f"+{updates:05d}" if updates else ""
         return f"{safe}_{self.data}_{epoch}{within}"
+
+
+def identity_of(built: BuiltPhase, folder: Path, *, mark: str | None = None) -> Identity:
+    """What the checkpoints of a run state about themselves."""
+    site, images = built.site, built.images
+    return Identity(
+        model=built.options.model.model,
+        data=built.options.data.data,
+        classes=images.classes,
+        run=mark,
+        content={
+            "class_names": list(images.class_names),
+            **({SEVERAL_LABELS: True} if images.label_sets is not None else {}),
+            "preprocessing": images.preprocessing.to_json(),
+            IMAGES: images.fingerprint(),
+            "config": built.launch.stored(),
+            "plan": built.plan.lines(),
+            "initial_weights": _initial_weights(built.launch),
+            "runtime": {
+                "threads": site.threads,
+                "processes": site.world.size,
+                "splits": list(built.placement.splits),
+                "device": str(site.world.device),
+                "run_dir": str(folder),
+                "cuda": torch.version.cuda,
+            },
+        },
+    )
+
+
+def _initial_weights(launch: Launch) -> str | None:
+    """What the run's weights were before its first update, if they were pretrained; kept by a restored run."""
+    if launch.initial:
+        return launch.initial.source
+    stored = launch.restored.manifest.content.get("initial_weights") if launch.restored else None
+    return stored if isinstance(stored, str) else None
 
 
 @dataclass(kw_only=True)
@@ -125,7 +153,7 @@ class Saving:
         assert self.last is not None
         return self.last
 
-    def was_due(self, progress: format.Progress) -> bool:
+    def was_due(self, progress: Position) -> bool:
         """Whether an uninterrupted run has this checkpoint too; assumed of those of other phases."""
         return progress.phase != self.plan.phase or self.plan.saved_in_turn(progress.epoch, progress.images)
 
@@ -195,7 +223,7 @@ class Saving:
             raise KeyboardInterrupt
 
     def _has_room(self) -> bool:
-        """Without writing a checkpoint that ends in the middle, over and over."""
+        """Whether there is room, found without writing a checkpoint that ends in the middle, over and over."""
         sizes, full = self._sizes(), False
         if self.world.is_first:
             try:
@@ -237,106 +265,3 @@ class Saving:
             **self.identity.content,
             **self.output.measurements.for_checkpoint(update),
         }
-
-
-def rule_of(section: options.Averaging | options.Average) -> Averaging:
-    assert section.weight_avg_strategy != "none"
-    last, epochs = section.weight_avg_N, section.weight_avg_epochs if isinstance(section, options.Averaging) else None
-    return Averaging(
-        strategy=section.weight_avg_strategy,
-        decay=section.weight_avg_exp_decay,
-        last=None if last in ("all", -1) or epochs is not None else int(last),
-        epochs=epochs,
-        discarded=section.weight_avg_discard if isinstance(section, options.Average) else 0,
-    )
-
-
-def made_of(folders: Sequence[Path], how: Averaging) -> dict[str, object]:
-    """What an average states about itself: how it was made, and of what."""
-    return {"strategy": how.strategy, "decay": how.decay, "of": [folder.name for folder in folders]}
-
-
-def write_average(folders: Sequence[Path], made: Mapping[str, object], *, weights: dict[str, Tensor], to: Path) -> None:
-    """Save averaged weights with the rest of the newest checkpoint's state, so that the result can be restored too."""
-    newest = folders[-1]
-    manifest = format.verify(newest)
-    others = [stem for stem in manifest.stems if stem != "model"]
-    tensors = {"model": weights} | {stem: format.read_tensors(newest, stem, verified=manifest) for stem in others}
-    content = {key: value for key, value in manifest.content.items() if key not in ("files", "digest", "metrics")}
-    format.write(to, tensors, content | {"averaged": made, "metrics": {}})
-
-
-def averaged_name(newest: Path, suffix: str = "") -> Path:
-    """`<model>_<data>_<epoch>_averaged` beside the others; further averages have a suffix."""
-    return newest.with_name("_".join([newest.name.partition("+")[0], "averaged", *([suffix] if suffix else [])]))
-
-
-def average_after_training(
-    saving: Saving, validation: Validation, asked: commands.TrainOptions, *, world: World
-) -> Path:
-    """Write and measure every average that was asked for; the first one is what a next phase starts with."""
-
-    @cache  # several averages may need a checkpoint, whose files take seconds to read
-    def is_whole(folder: Path) -> bool:
-        return format.is_whole(folder, saving.output.screen.line)
-
-    first = _average(saving, validation, rule_of(asked.averaging), suffix="", is_whole=is_whole, world=world)
-    for text in asked.averaging.weight_avg_also:
-        more = further_average(text)
-        assert more is not None, "the rules of the options refuse others"
-        how = Averaging(strategy=more.strategy, decay=more.decay, last=more.last, epochs=more.epochs)
-        _average(saving, validation, how, suffix=more.suffix, is_whole=is_whole, world=world)
-    return first
-
-
-def _average(
-    saving: Saving, validation: Validation, how: Averaging, *, suffix: str, is_whole: IsWhole, world: World
-) -> Path:
-    """Average the phase's checkpoints in the first process, and measure the result in all of them."""
-
-    def written() -> str:
-        folders = _averaged_folders(saving, how, is_whole=is_whole)
-        if not folders:
-            raise CheckpointError(f"{saving.folder}: contains no undamaged checkpoint to average")
-        name = saving.output.style.average_name(_in_words(how, len(folders)))
-        to = folders[-1].with_name(name) if name else averaged_name(folders[-1], suffix)
-        write_average(folders, made_of(folders, how), weights=average(folders, how), to=to)
-        saving.output.screen.line(f"averaged {counted(len(folders), 'checkpoint')} ({how.strategy}) into {to}")
-        return str(to)
-
-    to = Path(world.once(written))
-    if saving.plan.validation_mode != "none":
-        state = saving.state  # which is saved by now, and can take other weights
-        weights = format.read_tensors(to, "model", verified=format.verify(to))
-        load_weights(state.model, state.stages.own(weights), where=str(to))
-        origin = Origin(model=saving.identity.model, data=saving.identity.data, loss=None, accuracy=None)
-        validation.average(to.name, suffix=suffix, origin=origin)
-    return to
-
-
-def _averaged_folders(saving: Saving, how: Averaging, *, is_whole: IsWhole) -> list[Path]:
-    """The whole checkpoints of this phase that an average is of, oldest first; no more are looked at than it takes.
-
-    Without what an interruption saved: an uninterrupted run must give the same average.
-    """
-    plan, due = saving.plan, []
-    final = saving.state.progress.update  # saved out of turn by a training that ended early
-    first = -math.inf if how.epochs is None else final - how.epochs * plan.updates_per_epoch
-    for folder in format.checkpoints_in(saving.folder):
-        manifest = format.readable_manifest(folder)
-        if manifest is None:
-            is_whole(folder)  # which says why not
-            continue
-        progress = manifest.progress
-        in_turn = saving.was_due(progress) or progress.update == final
-        if in_turn and plan.update_after(progress.epoch, progress.images) >= first:
-            due.append(folder)
-    newest_first = filter(is_whole, reversed(select(due, None, phase=plan.phase)))
-    return list(islice(newest_first, how.last))[::-1]
-
-
-def _in_words(how: Averaging, count: int) -> str:
-    """`N_5` or `exp_0.97`, as in the original's names, whose N are epochs; or `exp_0.97_N_5`, which it did not have."""
-    if how.strategy == "mean":
-        return f"N_{how.last or count}" if how.epochs is None else f"N_{how.epochs}"
-    return f"exp_{how.decay:.15g}" + (f"_N_{how.last}" if how.last else "")

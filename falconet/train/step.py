@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from falconet.data import mixing
 from falconet.data.buffers import Batch
 from falconet.data.preprocessing import Normalise
+from falconet.evaluation.loss import Loss, Score, total
 from falconet.numerics.loss_scale import NonFinite, Offender, Scale, find_non_finite, watched
 from falconet.numerics.precision import Regime
 from falconet.optim.ema import Ema
@@ -23,7 +24,6 @@ from falconet.optim.optimizers import set_lr
 from falconet.parallel.data_parallel import OneReplica, Replicas
 from falconet.parallel.zero import ShardedReplicas
 from falconet.report.throughput import HostMoments, Moments, Stopwatch
-from falconet.train.loss import Loss, Score, total
 
 SEEDS = 1 << 63  # torch takes seeds below this
 
@@ -54,7 +54,7 @@ class Move(Protocol):
 
 
 class PlainMove:
-    """Without a loss scale."""
+    """Moves the weights without a loss scale."""
 
     def __init__(self, optimizer: Optimizer, *, device: torch.device, step: Callable[[], object] | None = None) -> None:
         """`step`: what moves the weights, if not the optimizer alone."""
@@ -94,7 +94,7 @@ NOWHERE = Elsewhere()
 
 
 class ScaledMove:
-    """With a loss scale; an update with non-finite gradients is skipped on the device."""
+    """Moves the weights with a loss scale; an update with non-finite gradients is skipped on the device."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Moving:
             average.next()
 
     def end(self) -> Tensor:
-        """After the last pass: move the weights by the replicas' mean; returns 1 if the update was skipped, else 0."""
+        """Move the weights by the replicas' mean, after the last pass; returns 1 if the update was skipped, else 0."""
         self.replicas.average()
         skipped = self.move.end()
         for average in self.averages:
@@ -201,7 +201,7 @@ class Moving:
 
 
 def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
-    """Those that layers on the device draw from."""
+    """The generators that layers on the device draw from."""
     if device.type != "cuda":
         return (torch.default_generator,)
     return torch.default_generator, torch.cuda.default_generators[device.index or 0]
@@ -292,7 +292,7 @@ class LocalStep:
         return score._replace(loss=score.loss.detach())
 
     def _score(self, images: Tensor, labels: Tensor, mix: mixing.Mix | None, count: int) -> Score:
-        """Of normalised images, by the forward pass."""
+        """The score of normalised images, by the forward pass."""
         logits = self.regime.run(self.forward, mixing.mixed_images(images, mix))
         return self.loss.scored(logits, labels, mix, side=images.shape[-1], images=count)
 

@@ -43,7 +43,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Around what a second signal interrupts at once; what follows, such as the end of a save, is not hurried.
+        """Surround what a second signal interrupts at once; what follows, such as the end of a save, is not hurried.
 
         Python drops an exception raised while a destructor runs, and a generator that waits for its threads may be in
         one: the interruption is raised again until it arrives here.

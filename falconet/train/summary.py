@@ -18,9 +18,9 @@ from falconet.report.gpu_driver import joules_in_words
 from falconet.report.run_files import SUMMARY, read_run
 from falconet.report.throughput import Rate
 from falconet.report.trackers import Tracker
-from falconet.train import metrics
+from falconet.train import memory_report
 from falconet.train.log import Log
-from falconet.train.metrics import StageMemory
+from falconet.train.memory_report import StageMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Ending:
     draws: bool = False  # plots beside it
 
     def after(self, before: "Ending") -> "Ending":
-        """With the time, images and energy of the phases before, as far as this process trained them."""
+        """The same with the time, images and energy of the phases before, as far as this process trained them."""
         return replace(
             self,
             rate=before.rate + self.rate,
@@ -58,7 +58,9 @@ def write(folder: Path, log: Log, ending: Ending, environment: Mapping[str, str]
         "epochs": log.plan.last_epoch,
         "ended_early": log.ended_early,
         "phase": log.plan.phase,
-        "images_per_second": round(rate.images_per_second, 1),
+        **(
+            {"images_per_second": round(rate.images_per_second, 1)} if rate.images else {}
+        ),  # else only the end was left
         "training_seconds": round(rate.seconds, 1),
         "whole_seconds": round(ending.whole, 1),
         "seconds": ending.seconds,
@@ -118,9 +120,10 @@ def _told(folder: Path, log: Log, ending: Ending) -> dict[str, str]:
         end, epochs = log.plan.epoch_at(log.state.progress.update), counted(log.plan.patience or 0, "epoch")
         lines["ended early"] = f"after epoch {in_short(end)}: {epochs} without a better validation"
     lines["time"] = f"{span(ending.whole)} in all, training time {span(rate.seconds)}"
-    waited = f"{rate.waiting_percent:.0f}% of the time waiting for data"
-    lines["images per second"] = f"{rate.images_per_second:,.0f} ({waited})"
-    lines |= metrics.told(ending.memory, replicas=log.plan.replicas)
+    if rate.images:
+        waited = f"{rate.waiting_percent:.0f}% of the time waiting for data"
+        lines["images per second"] = f"{rate.images_per_second:,.0f} ({waited})"
+    lines |= memory_report.told(ending.memory, replicas=log.plan.replicas)
     if ending.joules is not None:
         lines["energy"] = joules_in_words(ending.joules)
     if chosen:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from falconet.checkpoint import format
+from falconet.checkpoint.manifest import Position
 from falconet.errors import CheckpointError
 
 
@@ -88,7 +89,7 @@ def test_manifest_round_trips_its_content(tmp_path):
     )
     format.write(tmp_path / "a", tensors(), given)
     manifest = format.read_manifest(tmp_path / "a")
-    assert manifest.progress == format.Progress(epoch=2, images=200, update=20)
+    assert manifest.progress == Position(epoch=2, images=200, update=20)
     assert manifest.class_names == ("cat", "dog")
     assert (manifest.model, manifest.classes, manifest.plan) == ("resnet8-cifar", 2, [1, 2])
     assert (manifest.runtime, manifest.config, manifest.averaged) == ({}, {}, False)
@@ -436,6 +437,7 @@ def test_pruning_never_removes_damaged_foreign_averaged_or_linked_checkpoints(tm
         saved(tmp_path / f"epoch_{epoch}", epoch)
     (tmp_path / "epoch_1" / "model.safetensors").write_bytes(b"torn")
     (tmp_path / "release").symlink_to("epoch_2")
+    (tmp_path / "round").symlink_to("round")
     saved(tmp_path / "swa", 1, averaged=True)
     saved(tmp_path / "epoch_1_averaged", 1)
     (tmp_path / "foreign").mkdir()

@@ -14,10 +14,10 @@ from falconet.config.options import Optimizer
 from falconet.data.buffers import Batch
 from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.errors import CheckpointError
+from falconet.evaluation.loss import Loss
 from falconet.numerics.precision import REGIMES
 from falconet.optim.ema import Ema
 from falconet.optim.optimizers import build_optimizer
-from falconet.train.loss import Loss
 from falconet.train.step import LocalStep, Moving, PlainMove
 
 OPTIMIZERS = ["sgd", "sgd_combined", "adamw", "rmsprop", "rmsprop_tf", "lars"]

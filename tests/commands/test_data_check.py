@@ -10,6 +10,7 @@ from PIL import Image
 
 import layouts
 import odd_photos
+from falconet import writing
 from falconet.commands import data_check
 from falconet.data import findings, inspection
 
@@ -242,6 +243,26 @@ def test_an_unreadable_photo_is_broken(falconet, fine, monkeypatch):
     assert answer.code == 1
     assert "broken: cannot be read" in answer.out
     assert f"{path} (Permission denied)" in answer.out
+
+
+@pytest.mark.parametrize("option", ["output", "json", "html", "exclude-list"])
+def test_a_link_in_the_place_of_a_report_is_refused_before_photos_are_decoded(falconet, odd, monkeypatch, option):
+    monkeypatch.setattr(data_check, "inspect", lambda *_, **__: pytest.fail("decoded"))
+    Path("link").symlink_to("precious")
+    answer = falconet(f"data check odd --{option} link")
+    assert (answer.code, answer.out) == (2, "")
+    words = f"link: is a symbolic link; refusing to write through it; remove it or choose another --{option}\n"
+    assert answer.err.endswith(words)
+
+
+def test_the_report_is_shown_even_if_it_cannot_be_written(falconet, odd, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "odd-check.txt")
+
+    monkeypatch.setattr(writing, "replace", full)
+    answer = falconet("data check odd")
+    assert (answer.code, "the disk is full (odd-check.txt)" in answer.err) == (2, True)
+    assert "broken: empty file" in answer.out
 
 
 def run_folder():

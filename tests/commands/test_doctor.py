@@ -339,7 +339,9 @@ def test_decoding_is_what_loading_takes_beside_reading():
 def test_a_disk_that_is_slow_every_time_is_the_limit_even_if_memory_is_free():
     found = finding(read=50.0, kept=55.0, load=54.0, computed=100.0, trained=52.0, stored=10**8)
     assert advice(found).limit == READ
-    assert any(line.startswith("decode             -  cannot be told from reading") for line in advice(found).lines())
+    assert any(
+        line.startswith("decode             -  cannot be separated from reading") for line in advice(found).lines()
+    )
 
 
 @pytest.mark.parametrize(("stored", "limit"), [(10**8, DECODE), (10**10, READ)])

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
 FAILING = """
 import os
 if os.environ.get("RANK") == "{rank}":
-    from falconet.train import evaluate
+    from falconet.evaluation import evaluate
     def fail(*_):
         raise {error}
     evaluate.count = fail

@@ -6,10 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from falconet.config.commands import TrainOptions
-from falconet.config.fields import options_of
-from falconet.config.load import load
-from falconet.config.settings import from_line
+from phases import built
 from runs import assert_bitwise, stop_at
 
 pytestmark = pytest.mark.gpu
@@ -62,12 +59,9 @@ RUNS = {
 @pytest.mark.parametrize("extra", RUNS.values(), ids=RUNS.keys())
 def test_no_update_waits_for_the_device(extra):
     """Warm up until a graph is captured, then run updates with every hidden synchronisation an error."""
-    from falconet.train.build import BuiltPhase, open_site
     from falconet.train.capture import WARM
-    from falconet.train.processes import prepare
 
-    launch = prepare(load(TrainOptions, from_line(f"{LINE} {extra}".split(), options_of(TrainOptions))))
-    run = BuiltPhase(launch, open_site(launch))
+    run = built(f"{LINE} {extra}")
     state = run.new_state()
     step = run.step(state)
     loader = run.placement.loader()

@@ -8,7 +8,8 @@ import torch
 
 from falconet.checkpoint import disk, format
 from falconet.errors import DataError
-from falconet.train import evaluate, save, step
+from falconet.evaluation import evaluate
+from falconet.train import save, step
 from tiny import TINY
 
 

@@ -9,28 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from falconet.config.commands import TrainOptions
-from falconet.config.fields import options_of
-from falconet.config.load import load
-from falconet.config.settings import from_line
 from falconet.numerics.precision import REGIMES
-from falconet.train.build import BuiltPhase, open_site
-from falconet.train.processes import prepare
+from phases import built
 from runs import state
 from tiny import TINY
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def run_of(line):
-    launch = prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
-    return BuiltPhase(launch, open_site(launch))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", REGIMES)
 def test_every_tensor_of_a_running_step_has_the_format_of_the_table(name, device):
-    run = run_of(f"{TINY} --device {device} --precision {name} --optimizer adamw --lr 0.001 --no-capture")
+    run = built(f"{TINY} --device {device} --precision {name} --optimizer adamw --lr 0.001 --no-capture")
     expected = run.regime.formats(run.site.world.device)
     state = run.new_state()
     step = run.step(state)
@@ -111,7 +101,7 @@ def test_overflow_skips_updates_names_the_layer_and_keeps_the_weights(falconet):
     )
     lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     assert sum(line.get("train/skipped", 0) for line in lines) == 4
-    fresh = run_of(f"{TINY} --precision 16.16").model.state_dict()
+    fresh = built(f"{TINY} --precision 16.16").model.state_dict()
     trained = state(Path("r"))
     for name, tensor in fresh.items():
         if "running" not in name and "tracked" not in name:

@@ -1,5 +1,6 @@
 """`train` and `validate` on folders of photos, as people have them."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -80,6 +81,46 @@ def test_photos_are_found_beside_their_runs(falconet, heap, trained):
 def spoil(heap, *names):
     for name in names:
         (heap / name).write_bytes((heap / name).read_bytes()[:-30])
+
+
+def test_a_run_on_names_that_are_not_utf_8_lives_as_any_other(falconet, heap):
+    name, data = os.fsdecode(b"caf\xe9"), os.fsdecode(b"photos-\xe9")
+    (heap / "dark").rename(heap / name)
+    (heap / name / f"{name}.jpg").write_bytes(b"broken")
+    heap.rename(data)
+    weights = os.fsdecode(b"run/w\xe9.safetensors")
+    answers = [
+        falconet(f"train {data} {SMALL} --run-dir run"),
+        falconet("restore run --epoch 2"),
+        falconet("report run"),
+        falconet("validate run --predictions answers.csv"),
+        falconet(f"predict run {data}/light --csv --output predicted.csv"),
+    ]
+    shutil.copy("run/checkpoints/resnet10_folder_2/model.safetensors", weights)
+    answers.append(falconet(f"validate {weights} {data} --model resnet10 --image-size 16 --output weights.csv"))
+    assert [answer.code for answer in answers] == [0] * len(answers), answers
+    plan = Path("run/plan.txt").read_text(encoding="utf-8")
+    assert r"photos-\udce9: 2 classes (caf\udce9, light), 24 photos" in plan
+    assert r"caf\udce9.jpg: not an image" in Path("run/bad_photos.txt").read_text(encoding="utf-8")
+    assert name.encode("utf-8", "surrogateescape") in Path("answers.csv").read_bytes()
+    assert r"w\udce9.safetensors," in Path("weights.csv").read_text(encoding="utf-8")
+    refused = falconet(f"export run --output {data}-export")
+    assert refused.code == 2
+    assert "-export: its name is not UTF-8" in refused.err
+
+
+def test_a_link_to_itself_is_no_traceback(falconet, trained):
+    Path("round").symlink_to("round")
+    lines = {
+        "predict run photos --output round": "--output: cannot write round: Too many levels of symbolic links",
+        "validate run --predictions round": "--predictions: cannot write round: Too many levels of symbolic links",
+        "validate run round": "round: no such folder",
+    }
+    for line, words in lines.items():
+        answer = falconet(line)
+        assert (answer.code, words in answer.err) == (2, True), answer.err
+        assert Path("round").is_symlink()
+    assert falconet("average run --checkpoint-output-path round").code == 0  # in the link's place
 
 
 def split(heap):
@@ -169,7 +210,7 @@ def test_a_run_needs_a_photo_to_validate_on(falconet, heap):
     assert answer.code == 2
     assert answer.err.splitlines()[-1] == (
         f"falconet train: photos: no photos to validate on, because they are broken; the first: photos/{validation[0]}:"
-        " truncated; expected some in val/, or two photos or more of each class"
+        " truncated; expected some in val/, or at least two photos in each class"
     )
 
 

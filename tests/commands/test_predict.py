@@ -19,10 +19,10 @@ from falconet.commands import predict
 from falconet.commands.predict import folder_name
 from falconet.config.commands import PredictOptions
 from falconet.config.load import read_line
+from falconet.evaluation import saved_model
 from falconet.infer import photos
 from falconet.infer.classifier import open_classifier
 from falconet.infer.photos import Photo
-from falconet.train import saved_model
 
 TRAIN = (
     "train --model resnet8-cifar --image-size 16 --micro-batch-size 8 --epoch 2 --warmup-epoch 0 --threads 1"
@@ -158,6 +158,15 @@ def test_csv_goes_to_a_file_which_a_failure_leaves_as_it_was(falconet, home, mon
     assert not list(Path().glob(".out.csv*"))
 
 
+def test_csv_goes_to_a_pipe(falconet, home):
+    """As /dev/stdout is, where standard output is one."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as pipe:
+        assert falconet(f"predict r photos/val/dark/0.png --csv --output /dev/fd/{writing}").code == 0
+        os.close(writing)
+        assert pipe.read().startswith(b"path,label,probability\r\nphotos/val/dark/0.png,")
+
+
 def test_what_cannot_be_read_is_named_and_the_rest_answered(falconet, home):
     Path("photos/val/dark/0.png").write_bytes(Path("photos/val/dark/0.png").read_bytes()[:100])
     Path("photos/val/empty.jpg").touch()
@@ -186,6 +195,23 @@ def test_what_the_system_refuses_in_a_folder_is_named_and_the_rest_answered(falc
     assert "photos/val/again: Too many levels of symbolic links" in answer.err
     assert "photos/val/dark/more: Permission denied" in answer.err
     assert len(paths_of(answer)) == 17
+
+
+def test_what_may_not_be_looked_at_is_named_and_the_rest_answered(falconet, home, monkeypatch):
+    Path("out.csv").touch()
+    long, plain = "x" * 300, os.stat
+
+    def looked(path, *args, **named):
+        if str(path).endswith("closed/0.png"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", looked)
+    answer = falconet(f"predict r closed/0.png {long} photos/val --csv --output out.csv")
+    assert answer.code == 1, answer.err
+    assert "closed/0.png: Permission denied\n" in answer.err
+    assert f"{long}: File name too long\n" in answer.err
+    assert "18 photos answered, 2 not; written: out.csv\n" in answer.err
 
 
 def test_a_photo_behind_two_slashes_is_named(falconet, home):
@@ -232,6 +258,45 @@ def test_stdin_holds_paths_or_one_photo(falconet, home, monkeypatch):
     answer = piped(b"")
     assert answer.code == 1
     assert "stdin: empty" in answer.err
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000", "ICO", "TGA", "QOI", "DDS", "PPM", "XBM", "WEBP", "TIFF"])
+def test_any_photo_that_is_read_by_its_name_is_read_from_stdin(falconet, home, monkeypatch, kind):
+    Image.init()
+    if kind not in Image.SAVE:
+        pytest.skip(f"Pillow was built without {kind}")
+    image = Image.new("RGB", (90, 60), "white")
+    image.convert("1" if kind == "XBM" else "RGB").save("any", kind)
+    with Path("any").open("ab") as file:  # folders between NULs, and on lines of their own
+        file.write(b"\0.\0photos\0\n.\nphotos\n")
+    named = falconet("predict r any --csv")
+    assert named.code == 0, named.err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(Path("any").read_bytes())))
+    piped = falconet("predict r - --csv")
+    assert piped.code == 0, piped.err
+    assert piped.out == named.out.replace("any", "-")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\0.\0", b"ustar\0\0.\0", b"\x93NUMPY\1\0.\0", b"photos\n\0.\0", b"\x1b[31mphotos\n.\n"]
+)
+def test_a_file_on_stdin_that_is_neither_a_photo_nor_a_list_leads_to_no_folder(falconet, home, monkeypatch, content):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    answer = falconet("predict r - --csv")
+    assert (answer.code, paths_of(answer)) == (1, [])
+    assert "stdin: neither a photo nor a list of paths (not an image)\n" in answer.err
+
+
+@pytest.mark.parametrize(
+    "first", ["P6-day/a.jpg", "BUFR.jpg", "BMW.jpg", "#define.jpg", "GIF.gif", "bär.jpg", "a\tb.jpg"]
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\0"])
+def test_a_list_on_stdin_may_start_like_a_photo(falconet, home, monkeypatch, first, end):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"{first}{end}photos/val/dark/0.png{end}".encode())))
+    answer = falconet("predict r - --csv")
+    assert answer.code == 1
+    assert "No such file or directory" in answer.err
+    assert paths_of(answer) == ["photos/val/dark/0.png"]
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"])
@@ -325,7 +390,7 @@ def test_options_without_effect_are_noted(falconet, home):
     answer = falconet("predict r photos/val/dark/0.png --image-size 32 --zero-init last")
     assert answer.code == 0
     assert "--image-size has no effect on a checkpoint, which has its own" in answer.err
-    assert "--zero-init has no effect on a model that is not trained" in answer.err
+    assert "--zero-init has no effect on a model that is not being trained" in answer.err
 
 
 def test_a_run_given_as_pretrained_is_the_model_that_its_own_path_gives(falconet, home):

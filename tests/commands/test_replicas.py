@@ -12,12 +12,8 @@ import pytest
 
 import gloo
 from falconet.checkpoint import format
-from falconet.config.commands import TrainOptions
-from falconet.config.fields import options_of
-from falconet.config.load import load
-from falconet.config.settings import from_line
 from falconet.parallel import environment, world
-from falconet.train import processes
+from phases import launched
 from tiny import TINY
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("two_cores")]
@@ -106,7 +102,7 @@ def test_a_worker_on_the_host_of_the_first_one_says_what_it_is(falconet, monkeyp
 def test_a_pipeline_across_workers_of_one_host_has_a_note(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps(ONE_HOST))
     line = f"{TINY} --replicas 2 --pipeline-splits layer2/0"
-    launch = processes.prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
+    launch = launched(line)
     assert launch.division.notes == (
         "2 replicas of 2 stages requested, 2 processes of TF_CONFIG: 1 runs, with 2 times the accumulation; same global"
         " batch and learning rate",
@@ -119,7 +115,7 @@ def test_replicas_folded_by_our_own_launcher_name_no_other(monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     line = f"{TINY} --replicas 8"
-    launch = processes.prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
+    launch = launched(line)
     assert launch.division.notes == (
         "8 replicas requested, 4 processes: 4 run, with 2 times the accumulation; same global batch and learning rate",
     )

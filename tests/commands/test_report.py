@@ -73,7 +73,7 @@ def test_the_end_and_the_report_name_both_times(falconet):
     out = falconet("train --epoch 1 --run-dir r").out
     whole, trained = re.search(r"^time +(\S+) in all, training time (\S+)$", out, re.M).groups()
     found = results_of(read_run(Path("r")))
-    assert (found["time in all"], found["training time"]) == (whole, trained)
+    assert (found["total time"], found["training time"]) == (whole, trained)
 
 
 def test_several_runs_leave_their_results_beside_the_page(falconet, tmp_path):
@@ -277,7 +277,7 @@ def test_several_runs_share_a_page_and_what_is_none_is_named(falconet, tmp_path)
     assert answer.out.splitlines() == [
         "left out: empty: not a run folder; expected one with config.yaml and metrics.jsonl",
         "left out: nowhere: no such folder; expected a run folder",
-        "note: b/metrics.jsonl: the last line is torn, and left out",
+        "note: b/metrics.jsonl: the last line is incomplete; left out",
         "written to page.html and page.csv",
         "18 plots written to plots",
     ]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from falconet.checkpoint import format
+from falconet.checkpoint import format, weight_average
 from falconet.errors import CheckpointError
 from falconet.report.run_files import read_run
-from falconet.train import save, summary
+from falconet.train import summary
 from runs import assert_bitwise, begin, finish, stop_at, updates, wait_for
 from tiny import TINY
 
@@ -276,6 +276,12 @@ def stated(run):
     return metrics, *(content[name] for name in ("updates", "epochs", "ended_early", "phase", "best"))
 
 
+def measured(run):
+    """What metrics.jsonl has of which update, line by line."""
+    lines = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
+    return [(line["update"], sorted(line.keys() - {*TIMED, "time"})) for line in lines]
+
+
 def dying(*_, **__):
     raise CheckpointError("died")
 
@@ -289,7 +295,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("extra", ENDS.values(), ids=ENDS)
-@pytest.mark.parametrize(("owner", "name"), [(save, "write_average"), (summary, "write")], ids=["average", "summary"])
+@pytest.mark.parametrize(("owner", "name"), [(weight_average, "write"), (summary, "write")], ids=["average", "summary"])
 def test_a_run_that_died_after_its_last_update_is_ended_by_restore(falconet, monkeypatch, extra, owner, name):
     line = f"train {TINY} --weight-avg-strategy mean --run-dir r".replace("--epoch 2 ", "") + f" {extra or '--epoch 2'}"
     assert falconet(line.replace("-dir r", "-dir straight")).code == 0
@@ -300,9 +306,26 @@ def test_a_run_that_died_after_its_last_update_is_ended_by_restore(falconet, mon
     assert answer.code == 0, answer.err
     assert "every update was made; what follows the last one is left\n" in answer.out
     assert stated("r") == stated("straight")
+    assert measured("r") == measured("straight")
     assert_bitwise(Path("straight"), Path("r"))
     for run in ("straight", "r"):
         assert "nothing left to train: " in falconet(f"restore {run}").out
+
+
+@pytest.mark.parametrize("conventions", ["pytorch", "tensorflow"])
+def test_a_run_that_is_ended_by_restore_has_each_row_of_its_tables_once(falconet, conventions):
+    line = f"train {TINY} --weight-avg-strategy mean --validation-mode after --run-dir r"
+    assert falconet(line, conventions).code == 0
+    counted = first_columns("training.csv"), first_columns("validation.csv")
+    Path("r/summary.json").unlink()
+    answer = falconet("restore r", conventions)
+    assert answer.code == 0, answer.err
+    assert (first_columns("training.csv"), first_columns("validation.csv")) == counted
+
+
+def first_columns(table):
+    """Epoch and update of each row of a table of the run."""
+    return [line.split(",")[:2] for line in Path("r", table).read_text().splitlines()]
 
 
 MISTAKES = {

@@ -23,10 +23,10 @@ from falconet.commands import serve
 from falconet.config.options import Serving
 from falconet.config.settings import LINE, Setting
 from falconet.errors import ConfigError
+from falconet.evaluation.saved_model import open_checkpoint
 from falconet.infer.predictor import open_served
 from falconet.serve.interface import descriptors
 from falconet.serve.protocol import HEADER
-from falconet.train.saved_model import open_checkpoint
 from gloo import free_port
 from grpc_requests import request
 from served import LIMIT, answers, binary, connected, infer, received, served, until

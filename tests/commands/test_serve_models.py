@@ -43,11 +43,11 @@ def scored(score, *, run="r"):
 
 def test_runs_are_served_under_their_names(falconet):
     assert falconet(f"train {TINY} --run-dir runs/birds").code == 0
-    shutil.copytree("runs/birds", "runs/cats and dogs")
-    Path("cats").symlink_to("runs/cats and dogs")
-    with served(f"runs/birds cats {SERVER}") as (_, port, lines):
+    shutil.copytree("runs/birds", "runs/cats&dogs")
+    Path("cats").symlink_to("runs/cats&dogs")
+    with served(f"runs/birds cats runs/cats&dogs {SERVER}") as (_, port, lines):
         names = [line.split()[1] for line in lines if line.startswith("serving ")]
-        assert names == ["birds", "cats-and-dogs"]
+        assert names == ["birds", "cats", "cats-dogs"]
         for name in names:
             status, content = ask(port, "POST", f"/predict?model={name}&top=2", photo())
             assert (status, content["model"], content["version"]) == (200, name, "2")

@@ -19,10 +19,11 @@ from falconet.checkpoint import format
 from falconet.cli import main
 from falconet.config.commands import ValidateOptions
 from falconet.data.input import Input
+from falconet.evaluation import accuracy_table, saved_model
+from falconet.evaluation.accuracy_table import Accuracy
+from falconet.evaluation.evaluate import Evaluation
 from falconet.models import zoo
 from falconet.parallel.world import ALONE
-from falconet.train import evaluate, saved_model
-from falconet.train.evaluate import Accuracy, Evaluation
 from tiny import TINY
 
 # 16 validation images, so that accuracies differ; the seed and the accumulation decide which ones they are.
@@ -167,7 +168,7 @@ def test_a_checkpoint_that_is_measured_from_within_is_left_unchanged(falconet, c
 def test_best_is_marked_by_exact_accuracy():
     right = (76_120, 76_122, 76_124, 76_121)
     found = [Accuracy(name="x", epoch="1", found=Evaluation(100_000, top1, 90_000, 1.0), classes=9) for top1 in right]
-    assert [row["best"] for row in evaluate.tabulate_accuracies(found)] == ["", "", "best", ""]
+    assert [row["best"] for row in accuracy_table.tabulate(found)] == ["", "", "best", ""]
 
 
 def test_details_are_those_of_the_better_weights_and_all_of_them_are_in_the_file(falconet, checkpoints):

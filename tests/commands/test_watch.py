@@ -303,7 +303,7 @@ def test_damaged_runs_and_those_of_older_versions_are_shown_as_far_as_they_can_b
     assert [line.split("  ")[0] for line in lines[:3]] == ["epoch 1", "epoch 2", "epoch 3"]
     assert lines[3:] == [
         "run: finished, best accuracy 80.00 % after epoch 3",
-        "note: run/metrics.jsonl: the last line is torn, and left out",
+        "note: run/metrics.jsonl: the last line is incomplete; left out",
         "note: run/config.yaml is missing",
     ]
 

@@ -28,7 +28,7 @@ WITHOUT_EFFECT = {
     "train --wandb-project x": "--wandb-project has no effect without --wandb",
     "validate --norm-num-groups 8": "--norm-num-groups has no effect without --norm-type group",
     "validate --iterations 5": "--iterations has no effect without --data generated or synthetic",
-    "validate --batchnorm-momentum 0.2": "--batchnorm-momentum has no effect on a model that is not trained",
+    "validate --batchnorm-momentum 0.2": "--batchnorm-momentum has no effect on a model that is not being trained",
     "average --micro-batch-size 8": "--micro-batch-size has no effect without --validate or --batchnorm-images",
     "average --device cpu": "--device has no effect without --validate or --batchnorm-images",
     "average --weight-avg-exp-decay 0.5": (
@@ -77,7 +77,7 @@ WITHOUT_LENGTH = ["--epoch has no effect without a length in epochs: --updates r
     ("epoch", "updates", "expected"),
     [("config digits", LINE, []), (LINE, LINE, WITHOUT_LENGTH), ("mine.yaml", "mine.yaml", WITHOUT_LENGTH)],
 )
-def test_what_the_line_replaces_of_a_config_is_not_noted(epoch, updates, expected):
+def test_an_option_of_a_config_that_the_line_replaces_is_not_noted(epoch, updates, expected):
     loaded = load(commands.TrainOptions, [Setting("epoch", ("7",), epoch), Setting("updates", ("5",), updates)])
     assert list(notes(loaded.options, loaded.sources)) == expected
 

@@ -200,7 +200,7 @@ def test_none_removes_a_stored_value():
     assert load(TrainOptions, [*stored, *from_line(["--updates", "None"], OPTIONS)]).options.training.updates is None
 
 
-def test_a_list_with_nothing_behind_it_is_empty():
+def test_a_list_option_without_values_is_empty():
     line = ["--config", "mobilenet-v3-large", "--data", "synthetic", "--pipeline-splits", "--replicas", "1"]
     assert load_options(TrainOptions, read_line(TrainOptions, line)).options.parallel.pipeline_splits == ()
 

@@ -1,4 +1,4 @@
-"""What other programs call things is suggested before what is merely spelled alike."""
+"""Other programs' names for things are suggested before names that are merely spelled alike."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_other_programs_words_are_known(falconet, line):
 
 
 @pytest.mark.parametrize("line", ["predict --conf 0.5", "train --verbose", "validate --quiet", "export --gpuid 0"])
-def test_nothing_is_suggested_for_a_word_that_is_like_none(falconet, line):
+def test_nothing_is_suggested_for_a_word_that_resembles_none(falconet, line):
     answer = falconet(line)
     assert answer.code == 2
     assert answer.err.endswith(f": unknown option {line.split()[1]}\n")

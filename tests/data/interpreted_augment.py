@@ -1,4 +1,4 @@
-"""Run by test_augment in a process of its own: Triton must be imported with its interpreter from the start."""
+"""Runs in a process of its own, started by test_augment: Triton's interpreter must be chosen before its import."""
 
 import json
 
@@ -23,7 +23,7 @@ def images(side):
 
 
 def of_one_operation(name, side):
-    """On all images, each with its own strength."""
+    """A chain with one operation on all images, each with its own strength."""
     operations = np.full(4, NUMBERS[name], np.int32)
     strengths = np.array(STRENGTHS) if name not in STRONG else np.linspace(0, STRONG[name], 4)
     if name == "Posterize":

@@ -1,4 +1,4 @@
-"""Run by test_resident in a process of its own: Triton must be imported with its interpreter from the start."""
+"""Runs in a process of its own, started by test_resident: Triton's interpreter must be chosen before its import."""
 
 import json
 

@@ -27,7 +27,7 @@ def peak():
 
 
 def flipped(data, draw, *, hot=()):
-    """A few bytes changed, inserted, removed or repeated, half of the time near a `hot` place."""
+    """Change, insert, remove or repeat a few bytes, half of the time near a `hot` place."""
     data = bytearray(data)
     for _ in range(draw.randint(1, 6)):
         at = draw.choice(hot) + draw.randrange(64) if hot and draw.random() < 0.5 else draw.randrange(len(data))
@@ -50,7 +50,7 @@ def flipped(data, draw, *, hot=()):
 
 
 def bounded(attempt):
-    """Call with one seed after the other; count what was read and what was refused."""
+    """Call `attempt` with one seed after another; count what was read and what was refused."""
     seen, before, end, seed = {True: 0, False: 0}, peak(), time.monotonic() + SECONDS, FIRST
     while time.monotonic() < end:
         seed += 1
@@ -70,7 +70,7 @@ def one_line(error):
 
 
 def readable(folder):
-    """Read the folder as photos, all of them; whether that was possible."""
+    """Whether all photos in a folder can be read."""
     try:
         splits = layout.load_photos(folder)
     except DataError as error:

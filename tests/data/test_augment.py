@@ -1,4 +1,4 @@
-"""Changed pixels: every operation, magnitude and policy against torchvision's own; draws that depend on the image."""
+"""Changes of pixels: every operation, magnitude and policy against torchvision's; draws that depend on the image."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def photos():
 
 
 def done(images, name, magnitude):
-    """One operation on all images, as a chain does it."""
+    """Apply one operation to all images, as a chain does."""
     operations = np.full(len(images), NUMBERS[name])
     values = torch.from_numpy(augment._values(operations, np.full(len(images), magnitude), SIDE))
     return augment.APPLY[name](images.permute(0, 2, 3, 1), values).permute(0, 3, 1, 2)
@@ -53,7 +53,7 @@ def by_torchvision(images, name, magnitude):
     )
 
 
-def test_the_mean_that_contrast_is_about_comes_from_a_whole_sum():
+def test_the_mean_that_contrast_uses_comes_from_an_integer_sum():
     levels = np.random.default_rng(1).integers(0, 256, (8, 1, 700, 700), dtype=np.uint8)
     grey = torch.from_numpy(levels).expand(-1, 3, -1, -1)
     whole = augment._grey(grey).double().sum((1, 2, 3))
@@ -180,7 +180,7 @@ def test_erased_pixels_are_the_datasets_mean_and_the_others_unchanged(photos):
     assert (filled.flatten(1).float().mean(1) < 0.4).all()
 
 
-def test_a_vertical_flip_turns_images_upside_down(photos):
+def test_a_vertical_flip_mirrors_images_top_to_bottom(photos):
     changes = PixelChanges(augmentation=Augmentation(vertical_flip=1.0))
     found = augment.apply(photos, changes.draw(np.arange(4), epoch=0, side=SIDE))
     assert torch.equal(found, photos.flip(2))
@@ -190,7 +190,7 @@ def test_a_vertical_flip_turns_images_upside_down(photos):
 
 
 @pytest.mark.parametrize("policy", ["randaugment", "trivialaugment", "autoaugment"])
-def test_what_happens_to_an_image_does_not_depend_on_its_batch(photos, policy):
+def test_changes_of_an_image_do_not_depend_on_its_batch(photos, policy):
     changes = PixelChanges(augmentation=Augmentation(auto_augment=policy, color_jitter=0.4, random_erasing=0.5), seed=4)
     images, indices = photos[torch.arange(32) % 4].contiguous(memory_format=torch.channels_last), np.arange(32) * 7
     before = images.clone()
@@ -204,7 +204,7 @@ def test_what_happens_to_an_image_does_not_depend_on_its_batch(photos, policy):
 
 
 def test_a_chain_does_its_rounds_in_order(photos, monkeypatch):
-    """A round that brightens, then one that inverts, in different orders of images."""
+    """One round brightens and the next inverts, with images in different orders."""
     operations = [[NUMBERS[name] for name in names] for names in (
         ("Brightness", "Identity", "Brightness", "Invert"),
         ("Invert", "Brightness", "Identity", "Invert"),
@@ -341,11 +341,11 @@ def test_the_plan_names_what_happens_to_pixels(falconet):
         ("--randaugment-magnitude 31", "--randaugment-magnitude: got '31', expected a whole number, from 0 to 30"),
         (
             "--color-jitter 0.4 --no-eight-bit-io",
-            "--color-jitter: changes pixels on the device, which gets values; expected --eight-bit-io",
+            "--color-jitter: changes pixels as bytes, and --no-eight-bit-io copies values; expected --eight-bit-io",
         ),
     ],
 )
-def test_a_mistake_is_one_line(falconet, line, message):
+def test_a_mistake_is_reported_in_one_line(falconet, line, message):
     answer = falconet(f"train {TINY} {line}")
     assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert message in answer.err

@@ -1,4 +1,4 @@
-"""Batches in memory: the form of their rows, buffers that are used again, and the copy to the device."""
+"""Batches in memory: the form of their rows, buffers that are reused, and the copy to the device."""
 
 import gc
 import weakref
@@ -97,7 +97,7 @@ def test_photos_are_standardised_after_they_are_read():
 
 
 class Copy:
-    """An event that notes whether it was waited for."""
+    """An event that notes whether it has been waited for."""
 
     def __init__(self):
         self.waited = False

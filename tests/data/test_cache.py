@@ -18,7 +18,7 @@ PREPROCESSING = Preprocessing(image_size=12, resize=14, mean=IMAGENET_MEAN, std=
 
 
 class Counting:
-    """A reader that notes what it is asked for."""
+    """A reader that notes which images it is asked for."""
 
     def __init__(self, reader):
         self.reader, self.size, self.rows, self.asked = reader, reader.size, reader.rows, []

@@ -25,7 +25,7 @@ PREPROCESSING = Preprocessing(image_size=12, resize=14, mean=IMAGENET_MEAN, std=
 
 @pytest.fixture
 def source(tmp_path):
-    """JPEGs, a PNG in disguise among them."""
+    """JPEG files, one of which is a PNG in disguise."""
     (tmp_path / "cat").mkdir()
     random = np.random.default_rng(0)
     names = [f"{number:02}.jpg" for number in range(COUNT)]

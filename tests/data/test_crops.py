@@ -15,7 +15,7 @@ INDICES = np.arange(20_000, dtype=np.int64)
 
 
 class NumbersFor:
-    """Stands in for torch inside torchvision's get_params, so that it draws our numbers."""
+    """Stands in for torch in torchvision's get_params, so that this draws our numbers."""
 
     log, exp, tensor, float64 = torch.log, torch.exp, torch.tensor, torch.float64
 

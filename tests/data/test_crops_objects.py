@@ -29,7 +29,7 @@ def every(*own):
 
 
 def share_of_mask(box, own):
-    """By counting the pixels of a picture drawn ten times as large."""
+    """The share, by counting the pixels of a picture drawn ten times as large."""
     picture = np.zeros((HEIGHT * 10, WIDTH * 10), bool)
     x0, y0, x1, y1 = (np.array(own) * np.array([WIDTH, HEIGHT, WIDTH, HEIGHT]) * 10).round().astype(int)
     picture[y0:y1, x0:x1] = True
@@ -64,7 +64,7 @@ def test_crops_have_the_areas_and_ratios_of_plain_ones():
 
 @pytest.mark.parametrize("whose", ["an object", "no object"])
 def test_crops_are_as_small_as_allowed_and_no_smaller(whose):
-    """5 % for those that must overlap an object, 10 % for the others, as in the TensorFlow program."""
+    """The least is 5 % for crops that must overlap an object and 10 % for others, as in the TensorFlow program."""
     large, count = (4000, 4000), 3000
     own = [(0.0, 0.0, 0.001, 0.001), (0.999, 0.999, 1.0, 1.0), (0.5, 0.5, 0.501, 0.501)] if whose == "an object" else []
     objects = Objects.of([np.array(own, np.float32).reshape(-1, 4)] * count)
@@ -106,5 +106,5 @@ def test_evaluation_ignores_objects():
 @pytest.mark.parametrize(
     ("box", "share"), [((0, 0, 10, 10), 1.0), ((0, 0, 5, 10), 0.5), ((5, 5, 10, 10), 0.25), ((20, 20, 30, 30), 0.0)]
 )
-def test_the_share_of_an_object_within_a_box(box, share):
+def test_the_share_of_an_object_within_a_box_is_that_of_its_area(box, share):
     assert covered(np.array([box]), np.array([[0.0, 0.0, 10.0, 10.0]]))[0, 0] == pytest.approx(share)

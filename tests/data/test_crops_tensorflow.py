@@ -25,7 +25,7 @@ SIZES = [(500, 375), (375, 500), (60, 400), (400, 60), (33, 31)]
 
 
 def drawn_once(numbers, width, height, least):
-    """One attempt: a ratio, then a whole height among those that area and image allow; None if there is none."""
+    """The box of one attempt: a ratio, then a whole height that area and image allow; None if there is none."""
     ratio = 0.75 + next(numbers) * (1.33 - 0.75)
     where = [next(numbers) for _ in range(3)]
     smallest, whole = least * width * height, width * height
@@ -46,7 +46,7 @@ def drawn_once(numbers, width, height, least):
 
 
 def cropped(numbers, size, objects, least=0.05):
-    """Attempts until a tenth of an object is covered, by counting whole pixels; the photo after a hundred of them."""
+    """The first of a hundred attempts that covers a tenth of an object, by counting whole pixels, else the photo."""
     width, height = size
     sides = np.array([width, height, width, height], np.float32)  # products of 32 bits, cut to whole pixels
     boxes = [[int(side) for side in np.array(own, np.float32) * sides] for own in objects]
@@ -79,7 +79,7 @@ def test_the_same_draws_give_the_same_crop(size, objects):
 
 
 def apart(left, right):
-    """Kolmogorov's and Smirnov's distance of two samples, as a multiple of what one in 1,000 exceeds."""
+    """The Kolmogorov-Smirnov distance of two samples, as a multiple of what one in 1,000 exceeds."""
     places = np.concatenate((left, right))
     shares = (np.searchsorted(np.sort(each), places, side="right") / len(each) for each in (left, right))
     return np.abs(np.subtract(*shares)).max() / (1.95 * math.sqrt(1 / len(left) + 1 / len(right)))
@@ -96,7 +96,7 @@ def test_independent_draws_give_the_same_distribution(objects):
 
 
 def test_heights_are_uniform_and_areas_are_not():
-    """What sets it apart from the crops by area, whose areas are even."""
+    """This distinguishes them from crops by area, whose areas are uniform."""
     size = (1000, 1000)
     found, by_area = ours(size, []), ours(size, [], augmentation=Augmentation(crop_area=0.1))
     shares = [(b[:, 2:] - b[:, :2]).prod(axis=1) / np.prod(size) for b in (found, by_area)]

@@ -1,4 +1,4 @@
-"""Photos from memory: the pixels that the readers of files give, limits, threads, and damage of every kind."""
+"""Photos from memory: the same pixels as from files, limits, threads, and damage of every kind."""
 
 import subprocess
 import sys
@@ -232,7 +232,7 @@ for path in sys.argv[1:]:
 
 
 def measured(tmp_path, contents):
-    """How far memory grew, in kB, seconds of processor time, and the outcome, of each in turn in another process."""
+    """For each content in turn, in another process: growth of memory in kB, seconds of CPU time, and the outcome."""
     paths = []
     for number, content in enumerate(contents):
         paths.append(tmp_path / str(number))
@@ -261,7 +261,7 @@ def test_the_largest_pictures_allowed_take_at_most_16_bytes_per_pixel(tmp_path):
 
 
 def unharmed(decoder, content):
-    """Whether there are pixels; anything but them or the one error fails the test."""
+    """Whether decoding gives pixels; anything but pixels or the one error fails the test."""
     try:
         found = decoder.decode(content, prepared())
     except UnreadableImageError as error:

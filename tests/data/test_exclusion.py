@@ -1,4 +1,4 @@
-"""The list of photos to leave out: any name survives it, and what it does is said."""
+"""The list of photos to leave out holds any name, and reports what it does."""
 
 import os
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_listed_photos_are_left_out_of_both_parts(root):
     assert np.array_equal(after.train.labels, before.train.labels[kept])
 
 
-def test_absolute_paths_and_paths_from_here_are_meant_too(root, monkeypatch):
+def test_absolute_paths_and_paths_from_the_current_folder_match_too(root, monkeypatch):
     monkeypatch.chdir(root.parent)
     _, after = left(Path("photos"), f"{root}/train/{A}\nphotos/train/{B}\n./train/../val/{A}\n")
     assert (len(after.train), len(after.validation)) == (16, 5)
@@ -134,13 +134,13 @@ REFUSED = {
     missing: "no such file; expected a list that `falconet data check",
     folder: "cannot be read",
     pipe: "cannot be read",
-    binary: "not a text; expected one path per line",
+    binary: "not a text file; expected one path per line",
     half_quoted: 'line 1: got "half; expected a path',
 }
 
 
 @pytest.mark.parametrize(("make", "words"), REFUSED.items())
-def test_what_is_no_list_is_refused_in_one_line(tmp_path, make, words):
+def test_a_file_that_is_no_list_is_refused_in_one_line(tmp_path, make, words):
     file = tmp_path / "list.txt"
     make(file)
     with pytest.raises(DataError) as caught:

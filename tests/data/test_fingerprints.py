@@ -1,4 +1,4 @@
-"""Fingerprints: near copies of photos are near, different photos far; the search finds what comparing all finds."""
+"""Fingerprints of near copies are near and those of different photos far; the search finds all near pairs."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_near_copies_of_a_photo_are_near(name):
 
 
 def test_a_regular_texture_is_recognised_unless_it_is_cropped():
-    """A wall of bricks differs in 80 bits from itself two percent further on."""
+    """A wall of bricks differs in 80 bits from itself moved by two percent."""
     copies = odd_photos.near_copies(odd_photos.sample("brick"))
     found = printed(odd_photos.sample("brick"), *copies.values())
     near = [name for number, name in enumerate(copies, start=1) if bits(found, 0, number) <= NEAR]
@@ -75,7 +75,7 @@ def test_photos_of_one_colour_have_no_fingerprint():
 
 
 def near_ones(rng, count):
-    """Fingerprints of which many are near others, in keys too."""
+    """Fingerprints, many of which are near others, also in their keys."""
     keys = rng.integers(0, 2**63, count, dtype=np.uint64)
     prints = rng.integers(0, 2**63, (count, 4), dtype=np.uint64)
     for number in range(count // 2, count):

@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 def photo(number, side=160):
-    """A smooth picture with edges, in colours that differ, as photos are."""
+    """A smooth picture with edges and different colours, as in photos."""
     y, x = np.mgrid[0 : side + number, 0 : side + 3 * number] / side
     waves = [np.sin(6 * x + number), np.cos(5 * y - number), np.sin(4 * (x + y))]
     pixels = np.stack(waves, axis=-1) * 90 + 128
@@ -41,7 +41,7 @@ def jpeg(image, **options):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """JPEGs of every subsampling, grey, progressive, CMYK, RGB, a PNG in disguise, and broken ones."""
+    """JPEG files of every subsampling, grey, progressive, CMYK, RGB, a PNG in disguise, and broken files."""
     root = tmp_path_factory.mktemp("photos")
     (root / "cat").mkdir()
     files = [jpeg(photo(number), subsampling=number % 3) for number in range(COUNT - 8)]
@@ -165,7 +165,7 @@ def test_evaluation_pads_with_black(source):
 
 
 def test_memory_is_not_reused_while_the_consumer_computes(source):
-    """Batches held for a while keep their pixels, though others are decoded meanwhile."""
+    """Batches held for a while keep their pixels although others are decoded meanwhile."""
     loader = loader_of(source, 3, micro_batch=4)
     busy = torch.randn(4096, 4096, device=DEVICE)
     sums, expected = [], []

@@ -15,7 +15,7 @@ RESIZE = "falconet.data.gpu_resize"
 
 @pytest.fixture
 def resize_boxes(monkeypatch):
-    """Triton's interpreter in the place of its compiler."""
+    """The function, with Triton's interpreter in place of its compiler."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed here")
     from falconet import data

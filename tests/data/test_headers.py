@@ -1,4 +1,4 @@
-"""The check of every photo: what is called broken and why, and what a second start looks at."""
+"""The check of every photo: which are called broken and why, and which a second start looks at."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ from falconet.data.storage import FileSource
 
 @pytest.fixture(params=["native", "Pillow"])
 def library(request, monkeypatch):
-    """With the native library and without it."""
+    """Run the test with the native library and without it."""
     if request.param == "Pillow":
         monkeypatch.setattr(native, "library", lambda: None)
     elif native.library() is None:

@@ -19,7 +19,7 @@ def listed(root):
 
 
 class Search:
-    """A search that counts how often it was made."""
+    """A search that counts its calls."""
 
     def __init__(self, root):
         self.root, self.times = root, 0

@@ -54,7 +54,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def forged(made, capfd):
-    """Opens a layout after its index was changed; returns what it gave, and the lines on standard error."""
+    """A function that opens a layout with a changed index, and returns what it gave and the lines on standard error."""
 
     def opened(layout, change):
         root, place = made[layout]
@@ -70,7 +70,7 @@ def forged(made, capfd):
 
 
 def seen(layout, root):
-    """What is found in a folder, as plain values; every file that would be read is below it."""
+    """The images found in a folder, as plain values; every file that would be read must be below it."""
     if layout == "boxes":
         return {name: own.tolist() for name, own in bounding_boxes.read_boxes(root / "bbox").items()}
     splits = load_photos(root)
@@ -89,7 +89,7 @@ def seen(layout, root):
 
 
 def rewritten(**changes):
-    """The index with these arrays and facts changed, and the checksum that belongs to them."""
+    """Change arrays and facts in an index, and give it the matching checksum."""
 
     def change(data, root):
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
@@ -227,7 +227,7 @@ QUIET = settings(deadline=None, max_examples=60, suppress_health_check=list(Heal
 @QUIET
 @given(data=st.data())
 def test_no_numbers_in_an_index_cause_reads_beyond_the_data(made, forged, layout, data):
-    """`seen` holds every place against the files; the numbers have their checksum."""
+    """`seen` checks every place against the files; the checksum matches the numbers."""
     arrays = sorted(load(made[layout][1].read_bytes()).items())
     name, column = data.draw(st.sampled_from(arrays))
     bits = np.array(data.draw(st.lists(NUMBERS, min_size=1, max_size=8)), np.int64)

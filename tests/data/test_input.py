@@ -40,7 +40,7 @@ def photos(tmp_path):
 
 
 def outcome(name):
-    """What a run logged and learnt, and how it says its input was prepared."""
+    """What a run logged and learned, and how it says that its input was prepared."""
     lines = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
     losses = [
         {key: value for key, value in line.items() if key.endswith(("loss", "accuracy"))}
@@ -102,7 +102,7 @@ def test_without_normalisation_the_checkpoint_stores_plain_pixels(falconet):
 
 @pytest.mark.usefixtures("photos")
 def test_prediction_standardises_images_as_training_did(falconet):
-    """Brightness and contrast are gone for the model: a photo and a fainter print of it score alike."""
+    """The model does not see brightness and contrast: a photo and a fainter print of it have the same scores."""
     assert falconet(f"{LINE} --normalization image --run-dir r").code == 0
     preprocessing = Preprocessing.from_json(outcome("r")[2])
     assert preprocessing.standardised

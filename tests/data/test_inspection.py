@@ -1,4 +1,4 @@
-"""The inspection of photos: broken ones are those that training cannot read, in every layout, with either decoder."""
+"""The inspection calls those photos broken that training cannot read, in every layout, with either decoder."""
 
 import io
 import os
@@ -79,7 +79,7 @@ def test_copies_are_grouped_by_what_they_cross(tmp_path, decoder):
     assert left[True] == ["train/bird/near.jpg", "train/cat/a.jpg", "train/cat/copy.jpg", "train/dog/a.jpg"]
 
 
-def test_classes_of_one_side_and_empty_ones_are_named(tmp_path):
+def test_classes_on_one_side_only_and_empty_ones_are_named(tmp_path):
     root = odd_photos.build(tmp_path / "odd")
     (root / "val/fish").mkdir()
     (root / "val/fish/a.jpg").write_bytes(layouts.encoded(layouts.photo(40)))
@@ -114,7 +114,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("data", CONTENTS.values(), ids=CONTENTS.keys())
-def test_broken_is_what_training_cannot_read(tmp_path, decoder, data):
+def test_photos_that_training_cannot_read_are_broken(tmp_path, decoder, data):
     (tmp_path / "c").mkdir()
     path = tmp_path / "c/x.jpg"
     path.write_bytes(data)
@@ -182,7 +182,7 @@ def test_both_decoders_give_nearly_the_same_fingerprint(tmp_path, monkeypatch):
     assert np.bitwise_count(first.prints.prints ^ second.prints.prints).sum(axis=1).max() <= 8
 
 
-def test_a_photo_of_a_phone_with_two_pictures_is_not_animated(tmp_path):
+def test_a_phones_photo_with_two_pictures_is_not_animated(tmp_path):
     (tmp_path / "c").mkdir()
     layouts.photo(1).save(tmp_path / "c/x.jpg", "MPO", save_all=True, append_images=[layouts.photo(2)])
     source = FileSource.of(tmp_path, names=["x.jpg"], labels=[0], class_names=("c",))
@@ -191,7 +191,7 @@ def test_a_photo_of_a_phone_with_two_pictures_is_not_animated(tmp_path):
 
 
 def test_sixteen_bits_of_three_channels_are_noted(tmp_path):
-    """Pillow reduces them to 8 bits, and its mode does not tell."""
+    """Pillow reduces them to 8 bits, which its mode does not show."""
     (tmp_path / "c").mkdir()
     rows = b"".join(b"\0" + np.random.default_rng(row).bytes(64 * 6) for row in range(64))
     (tmp_path / "c/x.png").write_bytes(odd_photos.png(64, 64, bits=16, rows=rows))
@@ -213,13 +213,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("data", "kind"), KINDS.values(), ids=KINDS)
-def test_the_reason_of_a_decoder_has_its_kind(data, kind):
+def test_every_reason_of_a_decoder_has_its_kind(data, kind):
     with pytest.raises(UnreadableImageError) as caught:
         open_rgb(io.BytesIO(data))
     assert kind_of_broken(str(caught.value)) == kind
 
 
-def test_the_reason_of_the_check_of_headers_has_its_kind(tmp_path):
+def test_every_reason_of_the_check_of_headers_has_its_kind(tmp_path):
     large, gone = tmp_path / "large.png", tmp_path / "gone.jpg"
     large.write_bytes(odd_photos.png(20_000, 20_000))
     reasons = headers.look([os.fsencode(large), os.fsencode(gone), os.fsencode(tmp_path)]).reasons
@@ -227,7 +227,7 @@ def test_the_reason_of_the_check_of_headers_has_its_kind(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "checksum"), [(len(JPEG) + 1, 0), (len(JPEG), 0)], ids=["cut short", "changed"])
-def test_the_reason_of_a_shard_has_its_kind(tmp_path, size, checksum):
+def test_every_reason_of_a_shard_has_its_kind(tmp_path, size, checksum):
     path = tmp_path / "shard"
     path.write_bytes(JPEG)
     places = Places(

@@ -32,7 +32,7 @@ SIZE = 48
 
 
 def soft(width, height, seed=0, *, low=64, high=192):
-    """Smooth noise away from black and white: colours are cut off after resizing here, before it in Pillow."""
+    """Smooth noise away from black and white: we clip colours after resizing, Pillow before it."""
     noise = np.random.default_rng(seed).integers(low, high, (max(2, height // 24), max(2, width // 24), 3))
     return Image.fromarray(noise.astype(np.uint8)).resize((width, height), Image.Resampling.BILINEAR)
 
@@ -75,7 +75,7 @@ def test_the_native_decoder_agrees_with_pillow_to_two_levels(tmp_path, case, sam
 
 @pytest.mark.parametrize("side", [24, 70, 150])
 def test_overshoot_at_hard_edges_is_limited_as_in_pillow(tmp_path, side):
-    """Black and white squares, less than four times the output: from there on photos are reduced while decoding."""
+    """The squares are less than four times the output: larger photos are reduced while decoding."""
     squares = np.indices((side, side)).sum(axis=0) // max(1, side // 5) % 2 * 255
     data = encoded(Image.fromarray(squares.astype(np.uint8), "L"), quality=100)
     for box in ((0, 0, side, side), (1.5, 2.25, side - 3, side - 4.5)):

@@ -1,4 +1,4 @@
-"""Keyed draws: what they are, and that they never change."""
+"""Keyed draws follow their definition and never change."""
 
 import hashlib
 
@@ -19,7 +19,7 @@ def draw(*, seed=1, epoch=2, count=1000, purpose=Purpose.CROP, draws=1, first=0)
 
 
 def splitmix64(state):
-    """The published generator, in plain integers: the numbers it gives from a state."""
+    """The numbers that the published generator gives from a state, in plain integers."""
     while True:
         state = (state + 0x9E3779B97F4A7C15) & MASK
         word = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK

@@ -1,4 +1,4 @@
-"""Which layout is found where, and how unsplit photos are split."""
+"""How layouts are recognised, and how photos are split."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from falconet.errors import DataError
 
 
 def photos(root, *names, count=1):
-    """Photos of every name, or `count` in every folder named with a slash at the end."""
+    """Write photos with these names, or `count` into each folder whose name ends with a slash."""
     for name in names:
         for path in [root / name] if not name.endswith("/") else [root / name / f"{n}.png" for n in range(count)]:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def test_a_forbidden_folder_is_reported_in_one_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("validation", ["val", "valid", "validation", "test", "Validation"])
 @pytest.mark.parametrize("train", ["train", "Training"])
-def test_the_parts_may_be_called_as_people_call_them(tmp_path, train, validation):
+def test_the_parts_may_have_any_of_their_usual_names(tmp_path, train, validation):
     photos(tmp_path, f"{train}/cat/", f"{train}/dog/", count=3)
     photos(tmp_path, f"{validation}/cat/", count=2)
     splits = layout.load_photos(tmp_path)
@@ -126,7 +126,7 @@ def test_a_class_may_be_called_test(tmp_path):
     assert layout.load_photos(tmp_path).class_names == ("control", "test")
 
 
-def test_photos_in_train_and_val_without_class_folders_are_no_classes(tmp_path):
+def test_photos_in_train_and_val_without_class_folders_have_no_classes(tmp_path):
     photos(tmp_path, "train/", "val/", count=5)
     with pytest.raises(DataError, match=r"train: 10 photos, but no classes; expected a folder per class"):
         layout.load_photos(tmp_path)
@@ -145,7 +145,7 @@ def test_the_same_photo_is_always_on_the_same_side(tmp_path):
     assert {name for name in after - before if not name.startswith("rat/")} <= {"cat/x.png"}
 
 
-def test_another_seed_or_share_divides_otherwise(tmp_path):
+def test_another_seed_or_share_divides_differently(tmp_path):
     photos(tmp_path, "cat/", "dog/", count=40)
     sides = [
         frozenset(names(layout.load_photos(tmp_path, Division(share, seed)).validation))
@@ -210,7 +210,7 @@ def test_a_folder_of_other_files_says_what_they_are(tmp_path):
         layout.load_photos(tmp_path)
 
 
-def test_the_training_part_alone_mentions_the_other_beside_it(tmp_path):
+def test_the_training_part_alone_is_noted_with_the_part_beside_it(tmp_path):
     photos(tmp_path, "train/cat/", "train/dog/", "val/cat/", count=3)
     splits = layout.load_photos(tmp_path / "train")
     assert splits.notes == (

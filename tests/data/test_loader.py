@@ -1,4 +1,4 @@
-"""Batches: the same for any workers, replicas and restarts; every validation image once."""
+"""Batches are the same for any workers, replicas and restarts; every validation image comes once."""
 
 import hashlib
 import itertools
@@ -109,7 +109,7 @@ def test_epochs_that_are_read_ahead_have_the_same_batches(skip, workers):
 
 
 def test_the_next_epoch_is_read_while_this_one_is_used():
-    """Its first images are there before they are asked for; none of the epoch that training ends before are."""
+    """Its first images are read before they are asked for, but none of the epoch before which training ends."""
     source, rows = array_source(), PixelRows(reader(array_source(), "none"))
     read = []
 
@@ -237,7 +237,7 @@ def test_a_closed_loader_begins_anew():
     batches.close()
 
 
-def test_what_was_read_ahead_for_another_place_ends():
+def test_reading_ahead_for_another_place_is_ended():
     batches = loader(workers=1)
     list(batches.updates(0, until=3))
     assert digests(batches.updates(1, skip=2, until=3)) == digests(loader().updates(1))[2:]
@@ -246,7 +246,7 @@ def test_what_was_read_ahead_for_another_place_ends():
     assert data_threads() == []
 
 
-def test_skipping_more_than_an_epoch_has_leaves_nothing():
+def test_skipping_more_updates_than_an_epoch_has_leaves_none():
     assert list(loader().updates(0, skip=9, until=2)) == []
 
 
@@ -321,14 +321,14 @@ def test_synthetic_batches_differ_by_seed_and_replica():
 
 
 class Copied:
-    """A copy that is already done."""
+    """A copy that is already complete."""
 
     def synchronize(self):
         pass
 
 
 def fed(loading, buffers, epoch):
-    """Digests of an epoch's updates, each micro-batch given back as soon as it was seen."""
+    """Digests of an epoch's updates; each micro-batch is given back as soon as it has been seen."""
     found = []
     for update in loading.streamed(epoch):
         found.append([])
@@ -406,7 +406,7 @@ def resident():
 
 
 def soak(source, batches):
-    """Memory over `batches` batches, as the slope of a line through it: bytes per batch."""
+    """The growth of memory over `batches` batches, in bytes per batch, by a line through it."""
     rows, buffers = PixelRows(reader(source, "crop-flip")), Buffers()
     shape, resources = BatchShape(micro_batch=10), Resources(workers=2, buffers=buffers)
     loading = Loader(rows, labels=source.labels, shape=shape, seed=6, resources=resources)
@@ -438,7 +438,7 @@ def test_memory_stays_flat_over_10000_batches(jpeg_source):
 
 @pytest.fixture(scope="module")
 def jpeg_source(tmp_path_factory):
-    """Many epochs of few batches, so that what an iterator leaks adds up."""
+    """A source with few batches per epoch, so that leaks of iterators add up over many epochs."""
     root = tmp_path_factory.mktemp("small photos")
     (root / "cat").mkdir()
     for number in range(50):

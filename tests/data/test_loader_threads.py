@@ -10,7 +10,7 @@ from falconet.data.loader import in_order
 
 
 class Square:
-    """A job of two parts; notes when it is started."""
+    """A job with two parts, which notes when it is started."""
 
     def __init__(self, number, started=None, fails=False):
         if started is not None:
@@ -74,7 +74,7 @@ def test_leaving_early_ends_the_threads():
 
 
 class Rows:
-    """A job of several parts of two rows; notes those that were done."""
+    """A job with several parts of two rows, which notes those that are done."""
 
     def __init__(self, number, done, parts=4):
         self.number, self.own, self.all = number, [(2 * part, 2 * part + 2) for part in range(parts)], done
@@ -91,7 +91,7 @@ class Rows:
 
 @pytest.mark.parametrize(("ahead", "parts"), [(0, 0), (1, 0), (2, 1), (5, 2), (8, 4), (13, 6)])
 def test_rows_beyond_the_job_handed_over_are_bounded_within_a_job_too(ahead, parts, monkeypatch):
-    """An executor that works at once shows all that was given to the threads, without waiting."""
+    """An executor that does work at once shows everything that threads were given, without waiting."""
 
     class AtOnce:
         def __init__(self, workers, **names):

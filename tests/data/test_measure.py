@@ -1,4 +1,4 @@
-"""Rates of the input pipeline: of the same loader as a run's."""
+"""Rates of the input pipeline, measured with a run's own loader."""
 
 import threading
 from itertools import islice
@@ -18,7 +18,7 @@ IMAGES, BATCH = 12, 4
 
 
 class Numbering:
-    """Writes the number of each image into its pixels, and notes which epochs were begun."""
+    """A reader that writes each image's number into its pixels, and notes which epochs began."""
 
     size, rows, dtype = 2, BATCH, torch.uint8
 
@@ -67,7 +67,7 @@ def test_files_are_read_from_the_disk_each_once(files, monkeypatch, library):
     assert cold.images_per_second > 0
 
 
-def test_what_was_not_read_in_time_is_not_taken_for_being_in_memory(files, monkeypatch):
+def test_files_that_were_not_read_in_time_do_not_count_as_in_memory(files, monkeypatch):
     read = []
     monkeypatch.setattr(measure, "_only_read", lambda source: read.append)
     cold = measure.cold_reads(files, threads=2, seconds=0.0)

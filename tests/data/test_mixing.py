@@ -13,7 +13,7 @@ from falconet.config.options import Augmentation, Data
 from falconet.data import mixing
 from falconet.data.mixing import Mix
 from falconet.errors import ConfigError
-from falconet.train.loss import Loss
+from falconet.evaluation.loss import Loss
 
 INDICES = np.arange(20_000, dtype=np.int64)
 NO_BOX = torch.zeros(4, dtype=torch.int64)
@@ -157,7 +157,7 @@ def test_cutmix_pastes_the_box_of_the_batch_rolled_by_two():
 
 
 def test_cutmix_of_two_images_pastes_each_into_the_other():
-    """As the TensorFlow original, which rolls a batch of two by one."""
+    """The TensorFlow original does the same: it rolls a batch of two by one."""
     images, labels = batch(2)
     mix = Mix(torch.ones(2), torch.tensor([1, 6, 4, 9]))
     mixed, targets = apply(images, labels, mix, targets=Loss(4).targets)
@@ -223,7 +223,7 @@ def test_applying_can_be_traced_as_one_graph():
 
 
 def test_three_images_are_enough_for_mixup_and_cutmix_together():
-    """Image i is (1-m) of i-1 and m of itself; the pasted quarter is m of i-2 and, of three, (1-m) of itself."""
+    """Image i is (1-m) of i-1 and m of itself; the pasted quarter is m of i-2 and, with three, (1-m) of itself."""
     images = torch.arange(3.0)[:, None, None, None].expand(3, 3, 4, 4).contiguous()
     own, box = torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0, 2, 0, 2])
     mixed, targets = apply(images, torch.arange(3), Mix(own, box), targets=Loss(3).targets)
@@ -237,7 +237,7 @@ def test_three_images_are_enough_for_mixup_and_cutmix_together():
 
 
 def test_the_exponential_draw_of_cutmix_follows_its_closed_form():
-    """1 + ln(u) / 4, u even from e**-4 to 1: at most k with the chance (e**(4 (k - 1)) - e**-4) / (1 - e**-4)."""
+    """1 + ln(u) / 4, u uniform from e**-4 to 1, is at most k with chance (e**(4 (k - 1)) - e**-4) / (1 - e**-4)."""
     rule = Augmentation(cutmix_lambda_low=0.0, cutmix_lambda_high=1.0, cutmix_draw="exponential")
     side, count = 1000, 2000
     boxes = np.array(

@@ -1,4 +1,4 @@
-"""The order of an epoch: shuffled or balanced, the same however often it is asked for; weights of classes."""
+"""The order of an epoch, shuffled or balanced, is the same however often it is asked for; weights of classes."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from falconet.data import keyed
 from falconet.data.buffers import PixelRows
 from falconet.data.loader import BatchShape, Loader, Resources
 from falconet.data.order import COPY_BITS, balanced, class_weights, shuffled
-from falconet.train.loss import WeightedLoss
+from falconet.evaluation.loss import WeightedLoss
 
 LABELS = np.array([0] * 50 + [1] * 10 + [3] * 3)  # class 2 has no images
 IMAGE = (1 << COPY_BITS) - 1
@@ -31,7 +31,7 @@ def test_every_class_comes_equally_often_in_every_epoch():
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(0, 9))
-def test_shares_differ_by_at_most_one_and_the_rest_goes_round(labels, epoch):
+def test_shares_differ_by_at_most_one_and_the_remainder_rotates(labels, epoch):
     labels = np.array(labels)
     order = balanced(labels, seed=0)
     epochs = [labels[order(each) & IMAGE] for each in range(epoch + 1)]
@@ -55,7 +55,7 @@ def test_copies_of_an_image_in_an_epoch_are_numbered():
         np.testing.assert_array_equal(copies, np.arange(len(copies)))
 
 
-def test_seeds_and_epochs_give_other_orders():
+def test_seeds_and_epochs_give_different_orders():
     orders = [balanced(LABELS, seed=seed)(epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
     assert orders[0] != orders[1]
     assert orders[0] != orders[2]

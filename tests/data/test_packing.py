@@ -1,4 +1,4 @@
-"""Packing: the same bytes after any number of interruptions and with any number of threads."""
+"""Packing gives the same bytes after any number of interruptions and with any number of threads."""
 
 import hashlib
 import io

@@ -100,7 +100,7 @@ def test_centred_pixels_equal_the_tensorflow_originals():
 
 
 def standardised(image):
-    """TensorFlow's per_image_standardization by its formula, value by value, in Python's own floats."""
+    """TensorFlow's per_image_standardization by its formula, value by value, in Python's floats."""
     values = [float(value) for value in image.reshape(-1)]
     mean = math.fsum(values) / len(values)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

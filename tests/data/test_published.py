@@ -1,4 +1,4 @@
-"""Published sizes of data that is not there."""
+"""The published sizes of missing data."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_the_sizes_are_the_published_ones(kind, sizes, tmp_path):
 
 
 def test_the_bytes_of_imagenet_are_those_of_its_archives(tmp_path):
-    """As the archives of ILSVRC 2012 have them: 147,897,477,120 and 6,744,924,160 bytes."""
+    """The archives of ILSVRC 2012 have 147,897,477,120 and 6,744,924,160 bytes."""
     splits = published("imagenet", None)
     assert splits.train.places.sizes.sum(dtype=int) == pytest.approx(147_897_477_120, rel=1e-4)
     assert splits.validation.places.sizes.sum(dtype=int) == pytest.approx(6_744_924_160, rel=1e-4)

@@ -42,7 +42,7 @@ def noise(width, height):
 
 
 def cropped(image, box, *, flip):
-    """Cropped, then mirrored, then resized: the order of the original."""
+    """Crop, then mirror, then resize, in the original's order."""
     x0, y0, x1, y1 = (int(side) for side in box)
     crop = image[y0:y1, x0:x1].astype(float)
     return tensorflows(crop[:, ::-1] if flip else crop, (SIZE, SIZE))
@@ -92,7 +92,7 @@ def test_the_native_decoder_samples_the_same_pixels(tmp_path, sampling, flip):
 
 
 def test_pixels_between_distant_outputs_are_ignored():
-    """A grid of single bright lines: antialiasing makes it grey, sampling finds all of a line or nothing."""
+    """Antialiasing makes a grid of single bright lines grey; sampling finds all of a line or nothing."""
     image = np.zeros((96, 96, 3), np.uint8)
     image[:, ::8] = 255
     found = readers.resized_aliased(image, (0, 0, 96, 96), size=12, flip=False)

@@ -1,4 +1,4 @@
-"""Files that photo folders contain in practice: decoded correctly, or named and counted, from every kind of source."""
+"""Files that folders of photos contain in practice are decoded correctly, or named and counted, from every source."""
 
 import io
 
@@ -27,7 +27,7 @@ def with_markers(*segments):
 
 
 def claimed(width, height):
-    """The photo's bytes under another size."""
+    """The photo's bytes with another size in its header."""
     at = JPEG.index(b"\xff\xc0") + 5
     return JPEG[:at] + height.to_bytes(2, "big") + width.to_bytes(2, "big") + JPEG[at + 4 :]
 
@@ -84,7 +84,7 @@ EVERY = DECODED | REFUSED
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory):
-    """All of them as the training photos of one class, in every layout."""
+    """All files as the training photos of one class, in every layout."""
     home = tmp_path_factory.mktemp("real")
     folders = layouts.class_folders(home / "folders", train=1, validation=1)
     for number, data in enumerate(EVERY.values()):
@@ -93,7 +93,7 @@ def roots(tmp_path_factory):
 
 
 def expected(data):
-    """By Pillow alone."""
+    """The pixels by Pillow alone."""
     with Image.open(io.BytesIO(data)) as image:
         image.load()
         wide = image.mode.startswith("I")

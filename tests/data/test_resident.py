@@ -1,4 +1,4 @@
-"""Images kept on the device: the same batches, bit for bit, as those that the host reads."""
+"""Images kept on the device give the same batches, bit for bit, as images that the host reads."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Shards: read from their ranges, kept open within limits, read ahead, and checked."""
+"""Shards are read from their ranges, kept open within limits, read ahead, and checked."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def paths(tmp_path):
 
 @pytest.fixture
 def open_files(tmp_path):
-    """How many of the shards are open; other files of this process come and go."""
+    """The number of open shards; other files of this process come and go."""
 
     def count():
         found = 0
@@ -95,7 +95,7 @@ def test_a_missing_shard_is_named(paths):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the system is asked to read, in order: bytes from where."""
+    """The reads requested from the system, in order: where from, and how many bytes."""
     calls = []
     monkeypatch.setattr("os.posix_fadvise", lambda file, begin, size, advice: calls.append((begin, size)))
     return calls

@@ -1,5 +1,6 @@
 """The images of an export: those that calibrate int8 are never those that measure it."""
 
+import os
 import shutil
 from dataclasses import replace
 
@@ -95,6 +96,22 @@ def test_photos_that_cannot_be_read_are_left_out(image_folder):
     read = [numbers.tolist() for numbers, _ in divided(image_folder, note=notes.append).measured.batches(3)]
     assert read == [[1, 2], [3, 4, 5], [6, 7]]
     assert "val/dark/0.png: cannot be decoded" in notes[0]
+
+
+@pytest.mark.parametrize("refused", ["train/dark", "."])
+def test_a_folder_that_may_not_be_read_is_refused_and_no_part_of_it_measured(image_folder, monkeypatch, refused):
+    plain, place = os.scandir, str(image_folder / refused)
+
+    def scanned(path):
+        if str(path) == place:
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    for listing in (divided, lambda folder: photos.photos_in(folder, GRAPH, pytest.fail)):
+        with pytest.raises(DataError) as caught:
+            listing(image_folder)
+        assert str(caught.value) == f"{place}: cannot be read (Permission denied)"
 
 
 def test_folder_without_photos_to_calibrate_with_is_one_line(image_folder):

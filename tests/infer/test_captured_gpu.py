@@ -1,4 +1,4 @@
-"""Captured predictions on a GPU: the bits of uncaptured ones, in every batch size, thread and validation."""
+"""Captured predictions on a GPU have the bits of uncaptured ones, in every batch size, thread and validation."""
 
 import threading
 from dataclasses import replace
@@ -9,11 +9,11 @@ import torch
 
 from falconet.data.buffers import Batch
 from falconet.data.preprocessing import normaliser
+from falconet.evaluation.evaluate import evaluate
 from falconet.infer.predictor import Predictor
 from falconet.numerics.cuda_graphs import Captured
 from falconet.numerics.precision import REGIMES
 from falconet.parallel.world import World
-from falconet.train.evaluate import evaluate
 from served import CLASSES, pixels, small_classifier
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ PRECISIONS = ["16.16", "16.32", "bf16.32", "32.32"]
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch):
-    """Kernels that are chosen by timing them may differ from call to call."""
+    """Use deterministic kernels: those chosen by timing may differ from call to call."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 

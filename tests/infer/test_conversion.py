@@ -23,7 +23,7 @@ pytestmark = pytest.mark.dist
 
 
 class Server:
-    """What a server does at its start, with a line and a cache."""
+    """What a server does when it starts with a command line and a cache."""
 
     def __init__(self, line, cache):
         self.notes = []
@@ -80,7 +80,7 @@ def test_the_first_start_converts_and_says_so(made):
     assert read_export(made.entry).record["parity"]["passed"]
 
 
-def test_the_second_start_takes_what_is_kept(server):
+def test_the_second_start_uses_the_kept_conversion(server):
     found = scores(server.start())
     assert server.exports == []
     assert len(server.notes) == 1
@@ -185,7 +185,7 @@ def test_without_a_cache_the_model_is_converted_at_each_start(server, tmp_path):
     assert not any(output.exists() for output in server.exports)
 
 
-def test_the_cache_is_the_users(monkeypatch, tmp_path):
+def test_the_cache_is_in_the_users_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder(None) == tmp_path / "falconet" / "engines"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which its specification says to ignore
@@ -202,7 +202,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("said", ENDS)
-def test_an_export_that_fails_is_one_line(said, tmp_path, monkeypatch):
+def test_an_export_that_fails_is_reported_in_one_line(said, tmp_path, monkeypatch):
     code, reason = ENDS[said]
     end = f"sys.exit({code})" if code > 0 else f"os.kill(os.getpid(), {-code})"
     script = f"import os, sys; sys.stdout.write({'input: images' if said else ''!r}); sys.stderr.write({said!r}); {end}"
@@ -219,7 +219,7 @@ def test_an_export_that_fails_is_one_line(said, tmp_path, monkeypatch):
     assert str(error.value).startswith(f"--engine onnxruntime: {reason}")
 
 
-def test_a_full_disk_is_one_line(server, monkeypatch):
+def test_a_full_disk_is_reported_in_one_line(server, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", "/cache/model.onnx")
 
@@ -261,16 +261,16 @@ def test_int8_is_calibrated_on_the_run_and_says_its_accuracy(run, tmp_path):
     assert len(again.notes) == 2
 
 
-def test_a_run_whose_images_show_nothing_is_not_served_in_int8(tmp_path):
+def test_a_run_with_generated_images_is_not_served_in_int8(tmp_path):
     line = "train --data generated --image-size 16 --iterations 2 --micro-batch-size 8 --epoch 1 --warmup-epoch 0"
     assert main(f"{line} --threads 1 --device cpu --run-dir {tmp_path / 'run'}".split()) == 0
     with pytest.raises(ConversionError) as error:
         Server(f"{tmp_path / 'run'} --int8 --threads 1 --device cpu", tmp_path).start()
-    assert str(error.value) == f"--int8: the run's images are generated, and show nothing; {BY_HAND}"
+    assert str(error.value) == f"--int8: the run's images are generated, so they show no accuracy; {BY_HAND}"
 
 
 def test_the_checkpoint_that_is_served_is_converted(run, tmp_path):
-    """Not the one that a run in progress has by then."""
+    """A run in progress may have a newer one by then."""
     server = Server(f"{run} --threads 1 --device cpu", tmp_path)
     argv = server.conversion.argv(server.classifier, tmp_path / "output", tmp_path / "photos")
     assert f"--checkpoint-input-path={server.classifier.checkpoint}" in argv

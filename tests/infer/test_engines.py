@@ -27,12 +27,12 @@ SMALL = "--model resnet8-cifar --image-size 8 --classes 5 --threads 1 --device c
 
 
 def photos(count, seed=0, side=SIDE):
-    """As they are decoded: channels last in memory."""
+    """Photos as they are decoded: channels last in memory."""
     return np.random.default_rng(seed).integers(0, 256, (count, side, side, 3), np.uint8).transpose(0, 3, 1, 2)
 
 
 def written(graph, kind, folder, precision="fp32"):
-    """A graph as `falconet export` has it in a folder, in memory."""
+    """A graph in memory, as in a folder that `falconet export` wrote."""
     folder.mkdir(exist_ok=True)
     FORMATS[kind].write(graph, folder, CPU)
     return Exported(
@@ -48,7 +48,7 @@ def written(graph, kind, folder, precision="fp32"):
 
 
 def torch_lane(graph, max_batch=8):
-    """What `falconet predict` and validation compute with."""
+    """A lane of the torch engine, which `falconet predict` and validation use."""
     classifier = Classifier(
         name=graph.name,
         model=graph.model,
@@ -85,7 +85,7 @@ def test_scores_are_those_of_torch(network, kind, tmp_path):
 
 
 @pytest.mark.run
-def test_each_thread_is_a_lane_and_all_of_them_are_another_with_the_same_scores(small, monkeypatch):
+def test_each_thread_is_a_lane_and_all_together_another_with_the_same_scores(small, monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 3)
     monkeypatch.setattr("falconet.infer.engines.GAIN", np.inf)  # else time decides whether all gain
     lanes = exported_engine(small, max_batch=8).lanes
@@ -108,7 +108,7 @@ def test_all_cores_together_are_used_only_where_that_is_faster():
 
 @pytest.mark.run
 def test_scores_are_not_overwritten_by_the_next_batch(tmp_path):
-    """OpenVINO writes them to memory that it uses again."""
+    """OpenVINO writes scores to memory that it reuses."""
     (lane,) = exported_engine(written(graph_of(takes_pixels=True), "openvino", tmp_path), max_batch=4).lanes.each
     (first,) = lane([photos(3, seed=1)])
     before = first.copy()
@@ -135,7 +135,7 @@ def test_an_engine_with_other_scores_is_refused(small):
 
 
 @pytest.mark.run
-def test_threads_are_torchs_and_do_not_spin(small, monkeypatch):
+def test_there_are_as_many_threads_as_torchs_and_they_do_not_spin(small, monkeypatch):
     seen, plain = [], onnxruntime.InferenceSession
 
     def session(content, options, **rest):
@@ -159,7 +159,7 @@ TIMES = {  # milliseconds of one image, the largest batch -> images timed
 
 
 @pytest.mark.parametrize(("ms", "most"), TIMES)
-def test_no_batch_is_timed_that_takes_long(ms, most):
+def test_batches_that_take_long_are_not_timed(ms, most):
     assert engines._soon(ms, most) == TIMES[ms, most]
 
 
@@ -262,7 +262,7 @@ def test_a_server_on_cuda_computes_with_torch(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_conversion")
-def test_torch_is_taken_without_a_word_where_it_is_asked_for():
+def test_torch_is_used_without_a_note_where_it_is_asked_for():
     engine, notes = engine_of(f"{SMALL} --engine torch")
     assert notes == engine.lines()
     assert notes[0].startswith("engine: torch ")
@@ -276,7 +276,7 @@ def test_int8_needs_the_images_of_a_run():
 
 
 @pytest.mark.parametrize("engine", ["torch", "openvino"])
-def test_int8_is_onnx_runtimes(engine):
+def test_int8_is_computed_by_onnx_runtime(engine):
     with pytest.raises(ConfigError, match=f"--int8: contradicts --engine {engine}; expected onnxruntime"):
         load_options(ServeOptions, read_line(ServeOptions, [*SMALL.split(), "--int8", "--engine", engine]))
 

@@ -20,7 +20,7 @@ def test_buckets_are_powers_of_two_and_the_largest(most, expected):
 
 
 def plain(classifier, images):
-    """The same in plain PyTorch: model((pixel / 255 - mean) / std)."""
+    """The scores in plain PyTorch: model((pixel / 255 - mean) / std)."""
     p = classifier.preprocessing
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (p.mean, p.std))
     with torch.no_grad():
@@ -36,7 +36,7 @@ def test_each_portion_gets_the_scores_of_its_images():
 
 
 def test_photos_and_tensors_may_be_mixed():
-    """Decoded photos are channels last in memory, tensors of clients are not; both have the same scores."""
+    """Decoded photos are channels last in memory, clients' tensors are not; both have the same scores."""
     (lane,) = Predictor(small_classifier(), max_batch=8).lanes()
     images = pixels(6)
     photos = np.ascontiguousarray(images.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
@@ -78,7 +78,7 @@ def test_half_precision_scores_are_close(precision):
 
 
 def test_lanes_that_cannot_be_captured_compute_without(monkeypatch):
-    """As on CUDA, whose graphs are not here."""
+    """The failure of a capture is simulated, as there may be no CUDA here."""
 
     def fail(*_, **__):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")

@@ -1,4 +1,4 @@
-"""Scorers: what Python callers get after they have changed a model, and what hooks see."""
+"""Scorers: what Python callers get after changing a model, and what hooks see."""
 
 import torch
 

@@ -8,8 +8,8 @@ import pytest
 
 from falconet.checkpoint import format
 from falconet.report.throughput import Reading
-from falconet.train.evaluate import Validation
 from falconet.train.log import Log
+from falconet.train.validation import Validation
 from tiny import TINY
 
 LINE = f"train {TINY} --epoch 3 --logs-per-epoch 4 --checkpoints-kept all --label-smoothing 0.1"

@@ -249,6 +249,14 @@ def test_unfreezing_trains_everything_as_if_nothing_had_been_frozen():
     assert changes == [model.fc.weight.numel() + 10, zoo.count_parameters(model)]
 
 
+def test_weights_that_freeze_later_do_so_even_before_the_first_update_that_is_counted():
+    model, changes = zoo.build("resnet8-cifar", classes=10, seed=0), []
+    hold = Hold(model, frozen_by(model, "backbone"), since=0, changed=lambda: changes.append(count_trained(model)))
+    hold.at(5)
+    assert changes == [model.fc.weight.numel() + 10]
+    assert not model.layer1[0].bn1.training
+
+
 def test_no_gradient_is_computed_below_the_first_trained_layer():
     model = zoo.build("resnet8-cifar", classes=10, seed=0).train()
     frozen_by(model, "3").set(model)

@@ -16,6 +16,7 @@ from torch import nn
 from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
+from falconet.evaluation.loss import Loss
 from falconet.models import fusion, pointwise, zoo
 from falconet.models.norms import move_once
 from falconet.numerics.kernels import FUSED
@@ -25,7 +26,6 @@ from falconet.numerics.recompute import recompute
 from falconet.numerics.rounding import Rounding
 from falconet.parallel.batchnorm import Span, over
 from falconet.train import build
-from falconet.train.loss import Loss
 from falconet.train.step import LocalStep, Moving, PlainMove, ScaledMove
 from half_rules import optimizer_of
 
@@ -435,13 +435,13 @@ def test_other_threads_launch_meanwhile(monkeypatch):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(("is_ours", "printed"), [(True, ["compiling 4 kernels for resnet50"]), (False, [])])
-def test_one_line_names_number_and_network_except_in_the_originals_output(is_ours, printed, monkeypatch):
+@pytest.mark.parametrize(("is_shown", "printed"), [(True, ["compiling 4 kernels for resnet50"]), (False, [])])
+def test_one_line_names_number_and_network_except_in_the_originals_output(is_shown, printed, monkeypatch):
     monkeypatch.setattr(compilation, "PATIENCE", 0.0)
     lines = []
     site = SimpleNamespace(
         world=SimpleNamespace(size=1, barrier=lambda operation: None), screen=SimpleNamespace(line=lines.append)
     )
-    launch = SimpleNamespace(place=None, conventions=SimpleNamespace(is_ours=is_ours))
+    launch = SimpleNamespace(place=None, conventions=SimpleNamespace(shows_compilation=is_shown))
     build._compile_ahead(launch_all, launch=launch, site=site, network="resnet50")
     assert lines == printed

@@ -4,12 +4,7 @@ import sys
 
 import pytest
 
-from falconet.config.commands import TrainOptions
-from falconet.config.fields import options_of
-from falconet.config.load import load
-from falconet.config.settings import from_line
-from falconet.train.build import BuiltPhase, open_site
-from falconet.train.processes import prepare
+from phases import built
 
 pytestmark = pytest.mark.gpu
 
@@ -53,8 +48,7 @@ def compiled(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_updates_compile_nothing_that_was_not_compiled_ahead(case, compiled, capfd):
-    launch = prepare(load(TrainOptions, from_line(f"{DATA} {CASES[case]}".split(), options_of(TrainOptions))))
-    phase = BuiltPhase(launch, open_site(launch))
+    phase = built(f"{DATA} {CASES[case]}")
     step, loader = phase.step(phase.new_state()), phase.placement.loader()
     try:
         for number, micro_batches in enumerate(each for epoch in range(2) for each in loader.updates(epoch)):

@@ -245,7 +245,7 @@ def test_a_fused_stem_compiles_without_spills(dtype, compiled, tmp_path):
 )
 @pytest.mark.parametrize("is_soft", [False, True])
 def test_the_loss_compiles_almost_without_spills(classes, dtype, is_soft, compiled, tmp_path):
-    module, kernels = kernels_of("falconet.train.loss_kernels")
+    module, kernels = kernels_of("falconet.evaluation.loss_kernels")
     logits, labels = torch.zeros(3, classes, dtype=dtype, requires_grad=True), torch.zeros(3, dtype=torch.int64)
     targets, weights = (torch.zeros(3, classes), torch.zeros(classes)) if is_soft else (None, None)
     module.scored(logits, module.Expected(labels, targets, weights, 0.2), images=3)[0].backward()

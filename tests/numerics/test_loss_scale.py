@@ -203,7 +203,7 @@ def test_restored_fixed_scale_follows_the_options():
 def test_state_of_another_shape_is_refused_and_changes_nothing():
     scale = FixedScale(128.0, device=CPU)
     stored = FixedScale(256.0, device=CPU).state_tensors()
-    with pytest.raises(CheckpointError, match="loss scale: 'history' has another shape than"):
+    with pytest.raises(CheckpointError, match="loss scale: 'history' has a shape other than"):
         scale.load_state_tensors(stored | {"history": stored["history"].view(1, -1)})
     assert scale.value == 128.0
 

@@ -12,6 +12,7 @@ from PIL import Image
 import gloo
 import pipeline_scenarios
 from falconet.parallel.pipeline import in_flight
+from falconet.train import processes
 
 pytestmark = pytest.mark.dist
 
@@ -225,7 +226,7 @@ def spans():
 
 @pytest.mark.parametrize("number", range(len(FOLDED)), ids=FOLDED)
 def test_batch_norm_over_folded_replicas_matches_as_many_processes(spans, monkeypatch, number):
-    monkeypatch.setattr(pipeline_scenarios.processes, "devices_of", lambda _: (1, "1 device is available"))
+    monkeypatch.setattr(processes, "devices_of", lambda _: (1, "1 device is available"))
     real, halved = (each[number] for each in spans)
     alone = pipeline_scenarios.alone(list(FOLDED.values())[number], updates=2)
     for found in (halved, alone):
@@ -239,14 +240,14 @@ def _without_running(found):
 
 
 def test_running_statistics_are_those_of_the_span_where_all_of_it_is_folded(spans, monkeypatch):
-    monkeypatch.setattr(pipeline_scenarios.processes, "devices_of", lambda _: (1, "1 device is available"))
+    monkeypatch.setattr(processes, "devices_of", lambda _: (1, "1 device is available"))
     number = list(FOLDED).index("a span of two processes")
     same(pipeline_scenarios.alone(list(FOLDED.values())[number], updates=2), spans[0][number], 2e-6)
 
 
 @pytest.mark.parametrize("mixed", ["", MIXED], ids=["plain", "mixed"])
 def test_batch_norm_over_folded_replicas_in_stages_matches_one_process(monkeypatch, mixed):
-    monkeypatch.setattr(pipeline_scenarios.processes, "devices_of", lambda _: (1, "1 device is available"))
+    monkeypatch.setattr(processes, "devices_of", lambda _: (1, "1 device is available"))
     line = f"{LINE} --gradient-accumulation 2 --replicas 4 --batchnorm-span 2 --ema-half-life 0.1 {mixed}"
     (found,) = gloo.in_world(2, pipeline_scenarios.several, [f"{line} --pipeline-splits layer2/0/conv2"], 2)[0]
     same(found, pipeline_scenarios.alone(line, updates=2))

@@ -73,7 +73,7 @@ def test_whatever_is_raised_wherever_takes_one_line(broken, error):
             getattr(board, name)(*values)
     board.close()
     expected = {RuntimeError: "gone for good", OSError: "No space left", SystemExit: "gone"}[type(error)]
-    assert said == [f"note: It: {expected}; it gets nothing more"]
+    assert said == [f"note: It: {expected}; nothing more is sent to it"]
     if broken not in ("open", "close"):
         names = [name for name, *_ in opened[0].calls]
         assert names.count(broken) == 1
@@ -135,7 +135,7 @@ def test_what_hangs_is_waited_for_once_and_left_behind(monkeypatch, hangs):
     board.close()
     board.close()
     why = {"open": "no answer within 0.1 s", "write": "it has not answered for a long time"}
-    assert said == [f"note: It: {why.get(hangs, 'no answer within 0.1 s')}; it gets nothing more"]
+    assert said == [f"note: It: {why.get(hangs, 'no answer within 0.1 s')}; nothing more is sent to it"]
     release.set()
     board._thread.join(60)
     assert not board._thread.is_alive()
@@ -207,6 +207,6 @@ def test_a_run_goes_on_without_a_broken_tracker(falconet, monkeypatch, kind, bro
     drawn = "" if kind == "mlflow" else "--weight-histogram"
     answer = falconet(f"train {TINY} --{kind} {drawn}")
     assert answer.code == 0, answer.err
-    assert answer.out.count(f"note: {NAMES[kind]}: server gone; it gets nothing more\n") == 1
+    assert answer.out.count(f"note: {NAMES[kind]}: server gone; nothing more is sent to it\n") == 1
     assert answer.err == ""
     assert "best accuracy" in answer.out

@@ -87,7 +87,7 @@ def test_a_run_without_log_points_and_a_damaged_one_are_shown(tmp_path):
     with growing(tmp_path / "run") as found:
         assert any(line.startswith("no log points yet") for line in shown(FollowedRun(found.folder).look()))
         (found.folder / "metrics.jsonl").write_text("not JSON\n[]\n")
-        assert "note: run/metrics.jsonl: 2 lines are not JSON, and left out" in shown(FollowedRun(found.folder).look())
+        assert "note: run/metrics.jsonl: 2 lines are not JSON; left out" in shown(FollowedRun(found.folder).look())
 
 
 def test_a_long_reason_is_shown_in_whole(tmp_path):

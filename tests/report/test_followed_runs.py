@@ -74,7 +74,7 @@ def test_the_torn_line_of_a_killed_run_is_noted(tmp_path):
             file.write('{"update": 20, "epo')
         followed.look()
         run.release()
-        assert followed.look().problems == ["run/metrics.jsonl: the last line is torn, and left out"]
+        assert followed.look().problems == ["run/metrics.jsonl: the last line is incomplete; left out"]
         assert followed.look().state == "stopped"
 
 

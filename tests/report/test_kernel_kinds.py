@@ -128,7 +128,7 @@ def launched():
     """Our own kernels of models, losses and optimizers, which the sources launch as `_name[grid](`."""
     files = [
         *(ROOT / "models").glob("*_kernels.py"),
-        ROOT / "train/loss_kernels.py",
+        ROOT / "evaluation/loss_kernels.py",
         *(ROOT / "numerics/kernels").glob("*.py"),
     ]
     return launched_in(files)

@@ -80,7 +80,7 @@ def test_the_memory_has_its_peak_and_phases():
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ({}, "the mean over updates 5 to 6, captured as CUDA graphs as all after them, 10 ms each."),
+        ({}, "the mean over updates 5 to 6, captured as CUDA graphs like all later ones, 10 ms each."),
         ({}, "Layers and memory are those of update 3, made without a graph, because a captured one does not show"),
         ({"captured": False}, "the mean over updates 5 to 6, 10 ms each. Layers and memory are those of update 3. "),
         ({"traced": 1, "last": 1}, "the mean over update 1,"),

@@ -38,7 +38,7 @@ def test_a_torn_last_line_is_left_out_and_named(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"update": 40, "train/lo')
     run = read_run(folder)
-    assert run.problems == ["run/metrics.jsonl: the last line is torn, and left out"]
+    assert run.problems == ["run/metrics.jsonl: the last line is incomplete; left out"]
     assert run.moments[-1].update == 30
 
 
@@ -57,18 +57,18 @@ def test_what_is_missing_leaves_the_rest(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("config.yaml", "{not: [yaml\n", "config.yaml: 1 line is no option, and left out"),
-        ("config.yaml", "\x00\n-\n<html>\n", "config.yaml: 3 lines are no options, and left out"),
+        ("config.yaml", "{not: [yaml\n", "config.yaml: 1 line is not an option; left out"),
+        ("config.yaml", "\x00\n-\n<html>\n", "config.yaml: 3 lines are not options; left out"),
         ("config.yaml", "", "config.yaml: has no options"),
         ("metrics.jsonl", "", "metrics.jsonl: has no log points"),
         ("metrics.jsonl", '{"epoch": 1}\n', "metrics.jsonl: has no log points"),
-        ("summary.json", "", "summary.json: empty, and left out"),
-        ("summary.json", "{", "summary.json: not JSON, and left out"),
-        ("report/layers.json", "[]", "report/layers.json: not a JSON object, and left out"),
-        ("report/layers.json", "null", "report/layers.json: not a JSON object, and left out"),
-        ("report/layers.json", '{"layers": 3}', "report/layers.json: not as a run writes it, and left out"),
-        ("report/answers.json", '{"classes": 3}', "report/answers.json: not as a run writes it, and left out"),
-        ("report/batch.json", '{"pictures": 3}', "report/batch.json: not as a run writes it, and left out"),
+        ("summary.json", "", "summary.json: empty; left out"),
+        ("summary.json", "{", "summary.json: not JSON; left out"),
+        ("report/layers.json", "[]", "report/layers.json: not a JSON object; left out"),
+        ("report/layers.json", "null", "report/layers.json: not a JSON object; left out"),
+        ("report/layers.json", '{"layers": 3}', "report/layers.json: not in the format of a run; left out"),
+        ("report/answers.json", '{"classes": 3}', "report/answers.json: not in the format of a run; left out"),
+        ("report/batch.json", '{"pictures": 3}', "report/batch.json: not in the format of a run; left out"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, problem):

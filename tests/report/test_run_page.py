@@ -190,7 +190,7 @@ def test_the_time_in_all_is_told_from_that_of_training(tmp_path):
     folder = write_run(tmp_path / "run")
     (folder / "summary.json").write_text(json.dumps({"updates": 30, "training_seconds": 14.5, "whole_seconds": 21.7}))
     found = results_of(read_run(folder))
-    assert (found["training time"], found["time in all"]) == ("14.5s", "21.7s")
+    assert (found["training time"], found["total time"]) == ("14.5s", "21.7s")
 
 
 def test_a_thousand_classes_and_a_long_run_stay_small(tmp_path):

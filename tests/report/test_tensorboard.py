@@ -167,6 +167,6 @@ def test_a_full_disk_takes_one_line(tmp_path, capfd, file_limit):
         board.write(update, {"train/loss": 0.5})
     board.close()
     file_limit(None)
-    assert said == ["note: TensorBoard: File too large; it gets nothing more"]
+    assert said == ["note: TensorBoard: File too large; nothing more is sent to it"]
     assert capfd.readouterr() == ("", "")
     assert read(tmp_path).Scalars("train/loss")[0].value == 0.5

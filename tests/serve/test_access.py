@@ -32,7 +32,7 @@ def test_keys_are_read_from_a_file_without_comments_and_blank_lines(tmp_path):
         keys.require({"x-api-key": "# ours"})
 
 
-def test_a_key_of_the_environment_counts_beside_those_of_the_file(tmp_path):
+def test_a_key_in_the_environment_is_accepted_besides_those_in_the_file(tmp_path):
     for keys in (read_keys(None, {access.KEY: KEY}), read_keys(key_file(tmp_path, OTHER), {access.KEY: KEY})):
         keys.require({"authorization": f"Bearer {KEY}"})
     assert read_keys(None, {}) is None
@@ -252,7 +252,7 @@ def test_the_environment_is_read_for_a_key(monkeypatch):
     from_options(Options(), host="127.0.0.1").keys.require({"x-api-key": KEY})
 
 
-def test_a_server_that_others_reach_says_what_they_can_do():
+def test_a_server_that_others_can_reach_reports_what_they_can_do():
     keys = Access(keys=Keys([KEY]))
     assert exposed("127.0.0.1", Access(), None) == []
     assert exposed("0.0.0.0", Access(), None) == [

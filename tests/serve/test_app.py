@@ -128,7 +128,7 @@ REFUSED = {
     "in chunks": ("POST", PATH, iter([BODY]), HEADERS, 411, "Content-Length: required"),
     "too long": ("POST", PATH, b"", {"Content-Length": str(MOST_JSON + 1)}, 413, "expected at most"),
     "not JSON": ("POST", PATH, b"[", {}, 400, "the request's JSON: "),
-    "much that is not JSON": ("POST", PATH, b"[" * 70_000, {}, 400, "70,000 bytes beside the numbers of data"),
+    "much that is not JSON": ("POST", PATH, b"[" * 70_000, {}, 400, "70,000 bytes besides the numbers of data"),
     "a timeout of 400 digits": (
         *("POST", PATH, b'{"inputs": [%s], "parameters": {"timeout": 1%s}}' % (TENSOR, b"0" * 400), {}, 400),
         "parameters.timeout: got 1000",
@@ -283,13 +283,13 @@ def test_long_json_is_parsed_one_at_a_time(monkeypatch):
 
 @pytest.fixture
 def two_decoders(monkeypatch):
-    """As many threads on every machine."""
+    """Decode with the same number of threads on every machine."""
     for module in (app, repository):
         monkeypatch.setattr(module, "DECODERS", 2)
 
 
 def upload(*numbers):
-    """A request with photos of noise, each of which has its number as its first byte."""
+    """A request with photos of noise, each with its number as its first byte."""
     photos = []
     for number in numbers:
         photo = pixels(1, seed=number)[0].transpose(1, 2, 0).copy()
@@ -299,7 +299,7 @@ def upload(*numbers):
 
 
 class Decoder:
-    """Decodes no photo until it is released; `begun`: the numbers of those that it has begun to decode."""
+    """A decoder that waits until it is released; `begun`: the numbers of the photos that it has begun."""
 
     def __init__(self):
         self.begun, self.go = [], threading.Event()
@@ -312,13 +312,13 @@ class Decoder:
 
 @contextlib.contextmanager
 def sending(found, *uploads):
-    """The answers to requests with photos that are sent side by side."""
+    """The answers to requests with photos, sent side by side."""
     with concurrent.futures.ThreadPoolExecutor(len(uploads)) as threads:
         yield [threads.submit(found.request, each, path="/predict") for each in uploads]
 
 
 def test_photos_that_wait_to_be_decoded_fill_the_queue(two_decoders):
-    """Two are being decoded, and eight wait; later they make two batches."""
+    """Two are being decoded and eight wait; later they form two batches."""
     decoder, most = Decoder(), 10
     with nothing_logged(), running(decode=decoder, max_queue=8, max_batch=5, max_delay=LIMIT) as found:
         with sending(found, *map(upload, range(most))) as answers:
@@ -357,7 +357,7 @@ def test_photos_that_are_late_are_not_decoded(two_decoders):
         with sending(found, *map(upload, range(most))) as answers:
             assert [each.result(LIMIT)[0] for each in answers] == [504] * most
         assert json.loads(answers[0].result()[2])["error"] == (
-            "not computed within 0.2 s, the time that the request had"
+            "not computed within 0.2 s, the time limit of the request"
         )
         assert (found.batcher.counts.late, found.model._decoding) == (most, 0)
         decoder.go.set()

@@ -1,4 +1,4 @@
-"""Hostile clients: JSON made to stall the server, and requests damaged at random. All of it on the loopback alone."""
+"""Hostile clients: JSON made to stall the server, and randomly damaged requests, all on the loopback address."""
 
 import concurrent.futures
 import contextlib
@@ -66,7 +66,7 @@ def test_hostile_json_takes_little_memory(body):
 
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
 def test_the_interpreters_parser_reads_only_a_little_of_hostile_json(body, monkeypatch):
-    """It stops every other thread meanwhile, for half a second for these bodies."""
+    """It stops all other threads meanwhile: for these bodies, half a second."""
     read, lengths = json.loads, []
 
     def watched(text, **options):
@@ -98,7 +98,7 @@ def test_health_is_answered_while_hostile_json_is_read(monkeypatch):
 
 
 def memory(process, name):
-    """Of a process, in MiB: VmRSS now, VmHWM at most so far."""
+    """The memory of a process in MiB: VmRSS is the current one, VmHWM the peak."""
     text = Path(f"/proc/{process.pid}/status").read_text()
     return int(re.search(rf"{name}:\s+(\d+) kB", text)[1]) / 1024
 
@@ -149,7 +149,7 @@ def test_twenty_clients_with_hostile_json_do_not_fill_the_memory_of_a_server_tha
 
 
 class Fuzz:
-    """Requests damaged at random, the same ones for the same seed."""
+    """Randomly damaged requests, the same for the same seed."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Long bodies: the system writes them to their place, and the connection goes on as if aiohttp had received them."""
+"""Long bodies: the system writes them to their place, and the connection continues as if aiohttp had received them."""
 
 import gc
 import hashlib
@@ -36,7 +36,7 @@ LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.fixture
 def in_place(monkeypatch):
-    """Bytes of each body that had been received when the system began to write its rest to its place."""
+    """For each body, the bytes received before the system began to write the rest to its place."""
     begun, receive = [], bodies.InPlace.receive
 
     def counted(self):
@@ -48,7 +48,7 @@ def in_place(monkeypatch):
 
 
 def asked(port, sent, count, *, piece=1 << 30):
-    """The probabilities of all classes in as many answers on one connection, to bytes that are sent in pieces."""
+    """Send bytes in pieces on one connection; return the probabilities of all classes in `count` answers."""
     with connected(port) as connection:
 
         def send():
@@ -149,7 +149,7 @@ def test_a_body_that_gives_way_is_refused_and_ends_the_connection(in_place):
 
 
 def test_a_body_for_which_there_is_no_memory_is_refused_and_ends_the_connection(in_place):
-    """It begins, because only what arrives is counted, and what follows it is not taken for a request."""
+    """The body begins, because only what arrives is counted, and what follows is not taken for a request."""
     head, body = photo(0)
     with nothing_logged(), running(memory=bodies.STEP) as found, connected(found.port) as connection:
         connection.sendall(head + body[:1000])
@@ -163,7 +163,7 @@ def test_a_body_for_which_there_is_no_memory_is_refused_and_ends_the_connection(
 
 
 def test_a_refused_body_frees_its_memory_at_once(in_place):
-    """It no longer counts: until the garbage collector finds it, others would take as much again."""
+    """It no longer counts, so if it waited for the garbage collector, others would take as much again."""
     head, body = photo(0)
     gc.disable()
     try:

@@ -201,7 +201,7 @@ def test_slow_clients_take_little_memory():
 
 
 def test_good_requests_are_answered_while_slow_clients_fill_the_memory(monkeypatch):
-    """Four hold all of it and go on a byte at a time; they give way to whatever is sent faster."""
+    """Four hold all of it and continue a byte at a time; they give way to anything that is sent faster."""
     monkeypatch.setattr(bodies, "STEP_SECONDS", 0.2)
     monkeypatch.setattr(bodies, "SECONDS", LIMIT)  # after which they would be refused for another reason
     good = pixels(8, seed=3)
@@ -254,7 +254,7 @@ def test_a_body_that_goes_on_does_not_give_way():
 
 
 def test_a_body_whose_time_is_up_may_still_give_way():
-    """Its request hears of the time one turn of the loop later than another may need its memory."""
+    """Its request is told one turn of the loop later, when another request may already need the memory."""
 
     async def receive(memory):
         with memory.reserved(bodies.STEP) as body:
@@ -311,7 +311,7 @@ def test_a_request_that_is_not_refused_is_invited_to_send_its_body():
 
 
 def small_buffers(found):
-    """A connection for which the system holds a few kilobytes in each direction."""
+    """A connection that buffers only a few kilobytes in each direction."""
     found.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
@@ -322,7 +322,7 @@ def small_buffers(found):
 
 @pytest.mark.parametrize("classes", [10_000, 1_000_000], ids=["40 kB", "4 MB"])
 def test_a_client_that_does_not_read_its_answer_is_disconnected(monkeypatch, classes):
-    """The shorter answer leaves the server's handler, and waits in the event loop's buffer."""
+    """The shorter answer leaves the server's handler and waits in the event loop's buffer."""
     monkeypatch.setattr(connections, "ANSWER_SECONDS", 0.3)
 
     def lane(portions):
@@ -369,7 +369,7 @@ def test_a_request_half_sent_before_the_stop_is_answered():
 
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.02, 0.1])
 def test_a_stop_under_load_answers_every_request_that_it_has_read(delay):
-    """Clients send one request after another; the last of each is answered in full or was not read at all."""
+    """Clients send one request after another; the last one of each is answered in full or was not read at all."""
     head, body = infer(pixels(2))
 
     def ask_until_closed(port):
@@ -456,7 +456,7 @@ async def let_go(turns):
 
 @pytest.mark.parametrize("turns", range(6))
 def test_a_connection_that_arrives_during_shutdown_is_closed_quietly(turns):
-    """`turns` of the loop before the end: it is seen, accepted, or about to be served."""
+    """It arrives `turns` of the loop before the end, so that it is seen, accepted, or about to be served."""
     reported = []
 
     async def stopped():

@@ -1,4 +1,4 @@
-"""The gRPC interface: compiled when the package is built, and equal to the published one in what it has of it."""
+"""The gRPC interface is compiled when the package is built, and its parts equal those of the published one."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ PUBLISHED = {
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """The sources copied, so that a test may spoil them."""
+    """A copy of the sources, which a test may spoil."""
     here = tmp_path / "interface"
     here.mkdir()
     for source in descriptors.HERE.glob("*.proto"):
@@ -116,7 +116,7 @@ def test_the_build_needs_only_the_standard_library():
 
 
 def copy_of_package(folder):
-    """What the build needs of the source tree, without what is compiled."""
+    """Copy what the build needs from the source tree, without what is compiled."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.binpb")
     for name in ("falconet", "compat"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
@@ -129,7 +129,7 @@ BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta
 
 
 def built(folder, hook, out):
-    """What pip does, in an environment that has what the build requires."""
+    """Build as pip does, in an environment that meets the build's requirements."""
     out.mkdir(exist_ok=True)
     line = [sys.executable, "-c", BUILD, hook, str(out)]
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False)
@@ -154,7 +154,7 @@ def test_a_wheel_and_an_editable_install_have_the_compiled_interface(tmp_path):
 @pytest.mark.run
 @pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
 def test_a_mistake_in_the_interface_stops_the_build(tmp_path, hook):
-    """An editable install too: setuptools makes a warning, which pip hides, of an exception there."""
+    """An editable install stops too, where setuptools would turn an exception into a warning that pip hides."""
     source = copy_of_package(tmp_path / "source")
     (source / "falconet" / "serve" / "interface" / "health.proto").write_text("message {")
     done = built(source, hook, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Direct answers: the same as those of the application, which gets everything unusual."""
+"""Direct answers are the same as the application's, which gets everything unusual."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ KEY = "0123456789abcdef"
 
 @pytest.fixture
 def application(monkeypatch):
-    """The addresses of requests for inference that the application got."""
+    """The addresses of inference requests that the application received."""
     seen, before = [], FrontEnd._infer
 
     async def watched(front, request):
@@ -67,7 +67,7 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("field", UNUSUAL.values(), ids=UNUSUAL)
-def test_unusual_requests_are_the_applications(application, field):
+def test_unusual_requests_are_left_to_the_application(application, field):
     head, body = infer(pixels(1))
     with nothing_logged(), running() as found, settled(found) as connection:
         connection.sendall(head.replace(b"\r\n\r\n", b"\r\n" + field + b"\r\n") + body)
@@ -91,7 +91,7 @@ def test_more_requests_than_aiohttp_queues_are_all_answered():
         assert [status for status, *_ in first(connection, 100)] == [200] * 100
 
 
-def test_a_body_that_is_slow_is_the_applications(application, monkeypatch):
+def test_a_slow_body_is_left_to_the_application(application, monkeypatch):
     monkeypatch.setattr(direct, "SOON_SECONDS", 0.02)
     head, body = infer(pixels(2))
     with nothing_logged(), running() as found, settled(found) as connection:
@@ -116,7 +116,7 @@ def test_a_client_that_leaves_before_its_body_has_arrived_is_recorded(monkeypatc
 
 
 def test_a_client_that_leaves_before_its_request_is_looked_at_is_recorded_once():
-    """The connection is lost as the last bytes arrive, before the task that answers has begun."""
+    """The connection is lost as the last bytes arrive, before the answering task has begun."""
     records = []
     head, body = infer(pixels(1))
     with nothing_logged(), running(telemetry=Telemetry(Metrics(), [records.append])) as found:
@@ -189,7 +189,7 @@ def test_keys_and_names_are_required(application):
         assert found.request(body, {**headers, "X-API-Key": KEY}, path=f"/v2/models/{NAME}x/infer")[0] == 404
 
 
-def test_what_is_remembered_of_a_request_does_not_answer_another():
+def test_what_is_remembered_about_a_request_does_not_answer_another():
     with nothing_logged(), running() as found:
         one, two = pixels(1, seed=1), pixels(1, seed=2)
         first_scores, second = found.scores(one), found.scores(two)

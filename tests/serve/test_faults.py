@@ -41,7 +41,7 @@ SCORES, PROBABILITIES = 1e-4, 2e-6  # differences: kernels differ with the size 
 
 
 class Local:
-    """The model of the server in this process."""
+    """The server's model in this process."""
 
     def __init__(self):
         line = [Setting(name, (value,), LINE) for name, value in OPTIONS.items()]
@@ -188,7 +188,7 @@ class Client:
             assert self._kept.getresponse().read()
 
     def exchanged(self, sent):
-        """The only answer to bytes that are sent on a connection of their own."""
+        """The only answer to bytes sent on a connection of their own."""
         with connected(self.port) as connection:
             connection.sendall(sent)
             ((status, _, content),) = answers(received(connection))
@@ -347,7 +347,7 @@ BROKEN_NAMES = list(BROKEN)
 
 
 def beside(port, stop, good):
-    """Slow, cut and half-open connections, until the end; `good` counts the slow requests, which are answered."""
+    """Make slow, cut and half-open connections until the end; `good` counts the slow requests, which are answered."""
     head, body = infer(pixels(1, seed=5))
     dice = random.Random(3)
     with contextlib.ExitStack() as held:

@@ -113,7 +113,7 @@ CORPORA = {
 
 @dataclass
 class Fuzzer:
-    """Changes bodies at random, and remembers those that reached new lines."""
+    """Changes bodies at random and remembers those that reached new lines."""
 
     read: object
     corpus: list[bytes]
@@ -134,7 +134,7 @@ class Fuzzer:
                 self.corpus.append(body)
 
     def tell(self, body):
-        """Let the parser read it; anything but a value or a refusal in one line fails the test."""
+        """Let the parser read a body; anything but a value or a one-line refusal fails the test."""
         self.tried += 1
         last = {}
 

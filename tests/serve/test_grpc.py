@@ -94,7 +94,7 @@ def refused(call):
 
 @contextlib.contextmanager
 def raw(server, kind="unary_unary", method=INFER):
-    """A method that takes and gives bytes."""
+    """A method that takes and returns bytes."""
     with grpc.insecure_channel(server.grpc) as channel:
         yield getattr(channel, kind)(method)
 
@@ -102,7 +102,7 @@ def raw(server, kind="unary_unary", method=INFER):
 # Every method.
 
 
-def test_health_and_metadata(small):
+def test_health_and_metadata_are_answered(small):
     with talking(small) as asking:
         assert asking.is_server_live()
         assert asking.is_server_ready()
@@ -126,7 +126,7 @@ def test_health_and_metadata(small):
 
 
 def test_http_and_grpc_say_the_same(small):
-    """What one client finds is what the other does, but for the protocols' own spellings."""
+    """Both clients find the same, except for the protocols' own spellings."""
     with (
         talking(small) as asking,
         contextlib.closing(http_client.InferenceServerClient(f"127.0.0.1:{small.port}")) as web,
@@ -142,7 +142,7 @@ def test_http_and_grpc_say_the_same(small):
 
 
 def words(value):
-    """Protobuf writes whole numbers of 64 bits as texts."""
+    """Turn numbers into text, as protobuf does with 64-bit integers."""
     if isinstance(value, dict):
         return {name: words(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -240,7 +240,7 @@ def test_models_are_not_loaded_by_clients_unless_the_server_lets_them(small):
             assert (code, "--repository" in text) == ("PERMISSION_DENIED", True)
 
 
-def test_kubernetes_can_ask_for_the_health(small):
+def test_kubernetes_can_check_the_health(small):
     with raw(small, method="/grpc.health.v1.Health/Check") as check:
         assert check(b"") == b"\x08\x01"  # status: SERVING
         assert check(b"\n\x1einference.GRPCInferenceService") == b"\x08\x01"
@@ -343,7 +343,7 @@ def streaming(server):
 
 
 def test_a_stream_is_answered_in_order(small):
-    """More requests than are computed at once, and wrong ones among them."""
+    """There are more requests than are computed at once, and some are wrong."""
     images = [pixels(1 + number % 3, seed=number) for number in range(40)]
     with streaming(small) as (asking, answers):
         for number, each in enumerate(images):
@@ -370,7 +370,7 @@ def test_a_refusal_in_a_stream_has_the_requests_id(small):
 
 
 def test_a_stream_that_is_cancelled_leaves_the_queue():
-    """With more requests than are computed at once."""
+    """It has more requests than are computed at once."""
     held = Held()
     with nothing_logged(), running(held, most_bytes=MOST, max_delay=0) as found:
         with streaming(found) as (asking, _):
@@ -514,8 +514,8 @@ def test_memory_for_requests_is_limited():
         assert infer(request().SerializeToString())
 
 
-def test_only_so_many_requests_are_received_at_once(monkeypatch):
-    """Calls that send nothing hold their places; others wait, and health is answered all the same."""
+def test_the_requests_received_at_once_are_limited(monkeypatch):
+    """Calls that send nothing hold their places; others wait, but health checks are answered."""
     monkeypatch.setattr(grpc_service, "RECEIVING", 2)
     with nothing_logged(), running(most_bytes=MOST) as found, contextlib.ExitStack() as stack:
         go = threading.Event()
@@ -586,7 +586,7 @@ def test_a_late_request_leaves_the_queue(way):
         code, text = refused(lambda: asking.infer(NAME, tensors(pixels(1)), **options[way]))
         assert code == "DEADLINE_EXCEEDED"
         if way != "the call's deadline":  # then the client does not wait for the answer
-            assert re.fullmatch(r"not computed within [\d.]+ s, the time that the request had", text)
+            assert re.fullmatch(r"not computed within [\d.]+ s, the time limit of the request", text)
         until(lambda: found.batcher.waiting == 0)
         held.go.set()
         with contextlib.suppress(grpc.RpcError):  # it is late too where the server limits the time
@@ -606,7 +606,7 @@ def test_the_requests_timeout_counts_over_http_too():
         until(lambda: gevent.sleep(0.01) or held.begun.acquire(blocking=False))
         with pytest.raises(InferenceServerException) as error:
             asking.infer(NAME, tensors(pixels(1), http_client), timeout=300_000)
-        assert re.search(r"not computed within [\d.]+ s, the time that the request had", error.value.message())
+        assert re.search(r"not computed within [\d.]+ s, the time limit of the request", error.value.message())
         held.go.set()
         assert begun.get_result().as_numpy("output_0").shape == (1, CLASSES)
 
@@ -690,7 +690,7 @@ def test_an_idle_client_does_not_hold_the_server():
 
 
 def test_credentials_and_interceptors_can_be_handed_in():
-    """What TLS and API keys need."""
+    """TLS and API keys need them."""
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1")
     seen = []

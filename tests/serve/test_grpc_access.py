@@ -1,4 +1,4 @@
-"""Keys, encryption and telemetry around calls of gRPC."""
+"""Keys, encryption and telemetry around gRPC calls."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ async def each_twice(_, context):
 
 @contextlib.asynccontextmanager
 async def serving(keys=None, identity=None):
-    """A service of the same form as the real one; yields its address and the records of its calls."""
+    """Run a service of the same form as the real one; yield its address and the records of its calls."""
     seen = []
     server = grpc.aio.server(interceptors=[Guard(keys, Telemetry(Metrics(), [seen.append]))])
     methods = {

@@ -152,14 +152,14 @@ def test_what_is_not_a_message_is_refused(body):
         read_message(split(body))
 
 
-def test_a_message_of_very_many_fields_is_refused_before_it_is_parsed():
+def test_a_message_with_very_many_fields_is_refused_before_it_is_parsed():
     """2 million empty inputs in 4 MB take 172 MB when protobuf reads them."""
     with pytest.raises(RequestError, match=f"the request has more than {MOST_FIELDS} fields"):
         split(b"\x2a\x00" * (MOST_FIELDS + 1))
     assert len(read_message(split(b"\x2a\x00" * MOST_FIELDS)).inputs) == MOST_FIELDS
 
 
-def test_what_is_beside_the_tensors_is_limited():
+def test_a_message_without_its_tensors_is_limited():
     with pytest.raises(TooLargeError, match=f"bytes without raw tensors, expected at most {MOST_REST:,}"):
         read(request(id="x" * MOST_REST))
     with pytest.raises(TooLargeError, match=f"bytes without raw tensors, expected at most {MOST_TYPED:,}"):
@@ -180,7 +180,7 @@ def test_any_request_is_accepted_or_refused(message):
 @settings(max_examples=300, deadline=None)
 @given(message=REQUESTS, at=st.integers(0, 60), cut=st.integers(0, 5), new=st.binary(max_size=4))
 def test_a_request_is_split_exactly_when_it_is_one(message, at, cut, new):
-    """Compared with protobuf's own parser."""
+    """It is compared with protobuf's own parser."""
     body = message.SerializeToString()
     body = body[:at] + new + body[at + cut :]
     try:

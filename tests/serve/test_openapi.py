@@ -1,4 +1,4 @@
-"""The description of the API: valid, complete, and true of the server."""
+"""The description of the API is valid, complete, and true of the server."""
 
 import importlib
 import io
@@ -20,7 +20,7 @@ METRICS = ("GET", "/metrics")
 
 
 def operations():
-    """Every operation of the description: method, path, content."""
+    """Every operation in the description: method, path, content."""
     for path, item in openapi.document()["paths"].items():
         for method, content in item.items():
             if method != "parameters":
@@ -126,7 +126,7 @@ def no_swagger(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_swagger")
-def test_without_swagger_docs_says_what_to_install_in_one_line():
+def test_docs_without_swagger_says_what_to_install_in_one_line():
     with running() as server:
         status, _, answer = server.request(None, method="GET", path="/docs")
         assert (status, site.NO_SWAGGER.encode() in answer) == (404, True)

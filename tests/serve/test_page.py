@@ -1,4 +1,4 @@
-"""The page at `/` in headless Chromium: photos in by every way, what is shown, and what it does when in trouble."""
+"""The page at `/` in headless Chromium: every way to send photos, what it shows, and what it does in trouble."""
 
 import asyncio
 import csv
@@ -62,7 +62,7 @@ def real(run):
 
 
 def asked_directly(server, file, query="top=20"):
-    """What the server answers to the same file without the page."""
+    """The server's answer to the same file, without the page."""
     head = 'Content-Disposition: form-data; name="photo"; filename="photo"'
     body = f"--limit\r\n{head}\r\n\r\n".encode() + file["buffer"] + b"\r\n--limit--\r\n"
     headers = {"Content-Type": "multipart/form-data; boundary=limit"}
@@ -210,7 +210,7 @@ def test_several_photos_are_sent_three_at_a_time_and_shown_in_their_order(visit,
 
 
 def stop_the_clock(page):
-    """What the page shows for a while stays, until a test lets time pass."""
+    """Stop the page's clock, so that what it shows for a while stays until a test lets time pass."""
     page.clock.install()
     page.clock.pause_at(datetime.now() + timedelta(days=1))
 
@@ -267,7 +267,7 @@ def test_photos_are_removed_one_by_one_or_all(visit, pretended):
 
 
 def come_back(page):
-    """As if the user came back to the tab: the page looks at the server, as it also does every few seconds."""
+    """Return to the tab as a user does: the page then checks the server, as it does every few seconds."""
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
@@ -347,7 +347,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_alone(visit):
         field = page.get_by_label("Key", exact=True)
         expect(field).to_be_focused()
         page.keyboard.press("Escape")
-        expect(page.get_by_role("alert")).to_contain_text("This server answers only with its API key.")
+        expect(page.get_by_role("alert")).to_contain_text("This server requires its API key.")
         send(page, photo())
         field.fill("wrong")
         page.keyboard.press("Enter")
@@ -363,7 +363,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_alone(visit):
         ]
         assert "right" not in page.content()
         page.get_by_role("button", name="Forget the API key").click()
-        expect(page.get_by_role("alert")).to_contain_text("This server answers only with its API key.")
+        expect(page.get_by_role("alert")).to_contain_text("This server requires its API key.")
         assert page.evaluate("sessionStorage.length") == 0
         again = visit(server)  # another tab
         expect(again.get_by_label("Key", exact=True)).to_be_focused()

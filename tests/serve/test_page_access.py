@@ -1,4 +1,4 @@
-"""Who can use the page at `/`, and what cannot be done to it: keyboard, screen reader, contrast, markup, headers."""
+"""Access to the page at `/`, and its safety: keyboard, screen reader, contrast, markup, headers."""
 
 import json
 import urllib.error
@@ -132,7 +132,7 @@ CONTRASTS = """() => {
 
 
 def contrast(one, other):
-    """The ratio of WCAG 2.2 between two colours of sRGB."""
+    """WCAG 2.2's contrast ratio of two sRGB colours."""
 
     def luminance(colour):
         linear = [

@@ -85,7 +85,7 @@ def test_every_spelling_of_the_numbers_is_read(spelling, values, nested):
 @settings(max_examples=300, deadline=None)
 @given(at=st.integers(1, 20), cut=st.integers(0, 3), new=st.text(alphabet="0123456789,[] -.e", max_size=3))
 def test_numbers_are_accepted_exactly_when_they_are_json_of_the_shape(at, cut, new):
-    """Compared with the interpreter's own parser."""
+    """They are compared with the interpreter's own parser."""
     served = replace(SERVED, preprocessing=replace(SERVED.preprocessing, image_size=1, resize=1))
     text = "[[[[1]],[[20]],[[255]]]]" if at % 2 else "[1,20,255]"
     text = text[:at] + new + text[at + cut :]
@@ -185,7 +185,7 @@ MISTAKES = {
         {"inputs": [tensor(data=None)], "data": [7] * IMAGE},
         "input_0.data: got nothing, expected a list of numbers",
     ),
-    "much text": ({"id": "x" * MOST_REST, "inputs": [tensor()]}, "bytes beside the numbers of data, expected at most"),
+    "much text": ({"id": "x" * MOST_REST, "inputs": [tensor()]}, "bytes besides the numbers of data, expected at most"),
     "deep parameters": (NESTED % ("[" * 900, "]" * 900), "the request's JSON: nested too deeply"),
     "objects in objects": (NESTED % ('{"a":' * 40, "1" + "}" * 40), "the request's JSON: nested too deeply"),
     "a name with control characters": (image_of(name="\x1b[31m\x00"), r'inputs[0].name: got "\u001b[31m\u0000"'),
@@ -249,7 +249,7 @@ def test_the_longest_timeout_is_tritons():
 
 
 def test_parameters_of_any_depth_are_refused_in_one_line():
-    """Near the interpreter's limit, what could be parsed could not always be shown."""
+    """Near the interpreter's limit, what can be parsed cannot always be shown."""
     for depth in range(900, 1000):
         with pytest.raises(RequestError, match="the request's JSON: nested too deeply"):
             read(NESTED % ("[" * depth, "]" * depth))
@@ -273,7 +273,7 @@ def test_sizes_that_disagree_are_refused():
             read(image_of(data=None, parameters={"binary_data_size": size}), rest)
     with pytest.raises(RequestError, match="5 bytes follow the JSON, but input_0 has no binary_data_size"):
         read(image_of(), b"extra")
-    with pytest.raises(RequestError, match=f"bytes beside the numbers of data, expected at most {MOST_REST:,}"):
+    with pytest.raises(RequestError, match=f"bytes besides the numbers of data, expected at most {MOST_REST:,}"):
         read_request(memoryview(bytes(MOST_REST + 2)), str(MOST_REST + 1), SERVED)
 
 

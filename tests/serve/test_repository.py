@@ -1,10 +1,13 @@
-"""The models of a server: found by name and version, swapped without losing a request, and closed when unused."""
+"""A server's models are found by name and version, swapped without losing a request, and closed when unused."""
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import json
+import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -141,7 +144,7 @@ def test_a_model_without_room_in_memory_is_named_and_the_older_one_stays(monkeyp
     assert in_loop(scenario()) == (1, "out of memory on the host; fewer models, or a smaller --max-batch, need less")
 
 
-def test_a_load_goes_on_when_its_client_leaves_and_only_one_at_a_time():
+def test_loads_go_on_when_their_client_leaves_one_at_a_time():
     birds, go, opening, most = Weights("birds"), threading.Event(), [], []
 
     def slowly(opened=birds.open):
@@ -236,8 +239,8 @@ def test_the_model_of_requests_without_a_name_is_listed_first_also_after_it_was_
     assert in_loop(scenario()) == ["birds", "cats"]
 
 
-def test_weights_that_cannot_be_opened_are_tried_again_and_the_reason_is_said_once(monkeypatch):
-    """A passing shortage: nothing about the weights changes."""
+def test_weights_that_cannot_be_opened_are_tried_again_and_the_reason_is_reported_once(monkeypatch):
+    """The shortage is temporary: nothing about the weights changes."""
     monkeypatch.setattr(repositories, "AGAIN_SECONDS", 0.001)
     birds, said, tries = Weights("birds", 1), [], []
 
@@ -288,8 +291,58 @@ def test_runs_of_a_repository_have_their_own_names_also_if_they_are_links(tmp_pa
     assert runs.known() == before
 
 
+def test_a_link_on_the_line_has_its_own_name_beside_the_run_that_it_leads_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint, export = (tmp_path / "runs/one" / inner for inner in ("checkpoints/net_3", "export/onnx"))
+    for folder, record in ((checkpoint, "manifest.json"), (export, "export.json")):
+        folder.mkdir(parents=True)
+        (folder / record).touch()
+    (tmp_path / "weights.v2.pth").touch()
+    names = {"current": "runs/one", "newest": checkpoint, "fast": export, "best.pth": "weights.v2.pth"}
+    for name, target in names.items():
+        (tmp_path / name).symlink_to(target)
+        assert served_runs.served_name(Path(name)) == name.removesuffix(".pth")
+    named = {
+        "runs/one": "one",
+        "current/export/onnx": "current-onnx",
+        "weights.v2.pth": "weights",
+        "runs/../runs/one/": "one",
+    }
+    for path in (checkpoint, checkpoint.parent, "current/checkpoints/net_3"):
+        named[path] = "current" if str(path).startswith("current") else "one"
+    assert {path: served_runs.served_name(Path(path)) for path in named} == named
+    loaded = load_options(ServeOptions, read_line(ServeOptions, ["current", "--repository", "runs"]))
+    assert served_runs.ServedRuns(loaded, PhotoDecoder(most_bytes=1), pytest.fail).known().keys() == {"current", "one"}
+
+
+def test_what_is_left_out_of_a_repository_is_reported_once(tmp_path, monkeypatch):
+    for name in ("a b", "a-b", "closed", "given", "other/given", "open"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "given too").symlink_to("given")
+    closed, plain, said = tmp_path / "closed", os.stat, []
+
+    def looked(path, *args, **named):
+        if isinstance(path, os.PathLike) and closed in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return plain(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", looked)
+    line = [str(tmp_path / "other/given"), str(tmp_path / "open"), "--repository", str(tmp_path)]
+    runs = served_runs.ServedRuns(
+        load_options(ServeOptions, read_line(ServeOptions, line)), PhotoDecoder(most_bytes=1), said.append
+    )
+    for _ in range(2):
+        assert runs.known().keys() == {"a-b", "given", "given-too", "open"}
+    assert said == [
+        f"{closed}: left out: Permission denied",
+        f"{tmp_path}/given: left out: would be served as 'given', which is taken; rename its folder",
+        f"{tmp_path}/a b: left out: would be served as 'a-b', which is taken; rename its folder",
+    ]
+
+
 def test_a_checkpoint_that_was_skipped_is_looked_at_again_and_named_once(monkeypatch, tmp_path):
-    """A disk that fails once: no file changes."""
+    """A disk fails once: no file changes."""
     looks, said = [], []
     manifest = SimpleNamespace(files={"model.safetensors": SimpleNamespace(sha256="ab")})
 
@@ -314,7 +367,7 @@ def test_a_checkpoint_that_was_skipped_is_looked_at_again_and_named_once(monkeyp
     assert said == ["skipped best: Input/output error"]
 
 
-def test_a_watched_model_is_swapped_and_what_cannot_be_opened_is_said_once():
+def test_a_watched_model_is_swapped_and_what_cannot_be_opened_is_reported_once():
     birds, said = Weights("birds", 1), []
 
     async def scenario():
@@ -345,7 +398,7 @@ def test_a_watched_model_is_swapped_and_what_cannot_be_opened_is_said_once():
 
 @contextlib.contextmanager
 def answering(found, *, may_load):
-    """A server with these models in another thread; yields a function that asks it."""
+    """Run a server with these models in another thread; yield a function that asks it."""
     front = app.FrontEnd(found, memory=Memory(1 << 30), most_body=1 << 20, seconds=LIMIT, may_load=may_load)
     listening = connections.Address(host="127.0.0.1", port=0).open()
     port, loop, stop = listening.getsockname()[1], asyncio.new_event_loop(), asyncio.Event()
@@ -383,7 +436,7 @@ def test_clients_load_and_unload_models_where_the_server_allows_it():
         assert ask("POST", "/v2/repository/models/dog/load") == (404, {"error": "there is no model 'dog'"})
 
 
-def test_clients_may_not_change_models_otherwise():
+def test_clients_may_not_change_models_where_the_server_does_not_allow_it():
     with answering(repository(Weights("birds")), may_load=False) as ask:
         for what in ("load", "unload"):
             status, content = ask("POST", f"/v2/repository/models/birds/{what}")

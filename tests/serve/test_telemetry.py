@@ -231,7 +231,7 @@ def test_a_failure_of_the_server_is_counted_and_has_an_id(monkeypatch, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_openmetrics_is_spoken_to_those_who_ask_for_it():
+def test_openmetrics_is_sent_to_clients_that_ask_for_it():
     with running() as found:
         accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
         _, headers, text = found.request(None, accept, method="GET", path="/metrics")
@@ -323,7 +323,7 @@ def test_control_characters_stay_within_their_line():
     assert json.loads(text)["error"] == 'a\nb\x1b"\u2028'
 
 
-def test_a_renamed_log_is_made_anew(tmp_path):
+def test_a_renamed_log_is_opened_again(tmp_path):
     file, old = tmp_path / "access.log", tmp_path / "access.log.1"
     log = AccessLog(file)
     log.add(record(status="200"))
@@ -338,7 +338,7 @@ def test_a_renamed_log_is_made_anew(tmp_path):
     assert log.lost == 0
 
 
-def test_a_full_disk_loses_lines_but_no_halves(tmp_path, monkeypatch):
+def test_a_full_disk_loses_only_whole_lines(tmp_path, monkeypatch):
     room, really = [100], os.write
 
     def write(handle, data):
@@ -420,7 +420,7 @@ def test_lost_lines_are_shown_in_the_metrics(tmp_path):
 
 @pytest.fixture
 def spans():
-    """Spans as the SDK's exporter in memory gets them."""
+    """The spans that the SDK's in-memory exporter receives."""
     said, exporter = [], InMemorySpanExporter()
     traces = Tracing(said.append, SimpleSpanProcessor(exporter))
     yield traces, exporter.get_finished_spans
@@ -535,7 +535,7 @@ def test_traces_are_sent_to_the_collector_that_the_environment_names(monkeypatch
     assert {span.name for span in resource.scope_spans[0].spans} == {"queue", "compute", f"POST {INFER}"}
 
 
-def test_a_collector_that_is_away_disturbs_nothing_and_is_said_once(monkeypatch, capfd):
+def test_a_missing_collector_disturbs_nothing_and_is_reported_once(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
@@ -583,7 +583,7 @@ def test_stages_of_several_batches_are_the_longest():
     assert found.stages["queue"] == (2.0, 0.3)
 
 
-def test_what_is_noted_outside_of_a_request_is_ignored():
+def test_notes_outside_a_request_are_ignored():
     records.note_model("x", "1")
     records.note_computed(1, queued=0.0, computed=0.0)
     records.note_photos(1, 0, begun=0.0, seconds=0.0)
@@ -618,7 +618,7 @@ def test_reasons_are_the_names_of_refusals_in_words():
     ]
 
 
-def test_missing_packages_for_traces_are_said_in_one_line(monkeypatch):
+def test_missing_packages_for_traces_are_reported_in_one_line(monkeypatch):
     really = importlib.util.find_spec
     monkeypatch.setattr(
         inputs.importlib.util, "find_spec", lambda name: None if name.startswith("opentelemetry") else really(name)

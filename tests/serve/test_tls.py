@@ -143,7 +143,7 @@ def _whole(connection):
 
 
 def test_an_answer_that_is_not_taken_is_cut(monkeypatch, files, client):
-    """It is larger than what the system and TLS buffer."""
+    """The answer is larger than what the system and TLS buffer."""
     monkeypatch.setattr(connections, "ANSWER_SECONDS", 0.3)
     asked = b"GET /v2/models/stats HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000
     with nothing_logged(), running(identity=read_identity(*files)) as found:

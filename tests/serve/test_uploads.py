@@ -21,10 +21,11 @@ from falconet.serve.refusals import RefusedError, RequestError, TooLargeError
 JPEG = layouts.encoded(layouts.photo(1))
 PHOTOS = {kind: layouts.encoded(layouts.photo(2), kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")}
 FORM = "application/x-www-form-urlencoded"
+STRAY = "multipart/form-data; boundary=x; name=é\udcff"  # as aiohttp gives UTF-8 with a byte that is not
 
 
 def read(body, content_type=FORM, **limits):
-    """As the server has a body: in memory that can be written."""
+    """Read a body as the server has it, in writable memory."""
     return uploads.read(np.frombuffer(bytearray(body), np.uint8).data, content_type, **limits)
 
 
@@ -33,7 +34,7 @@ def sent(found):
 
 
 def by_urllib3(*parts):
-    """A form of (name, file name, content); no file name: a field."""
+    """A form of (name, file name, content) parts; a part without a file name is a field."""
     return urllib3.encode_multipart_formdata([(name, (file, data) if file else data) for name, file, data in parts])
 
 
@@ -53,8 +54,10 @@ def text(photo):
 
 
 @pytest.mark.parametrize("kind", PHOTOS)
-@pytest.mark.parametrize("content_type", ["", FORM, "image/png", "application/json", "multipart/form-data; boundary=x"])
-def test_a_body_that_is_a_photo_is_one_whatever_its_type(kind, content_type):
+@pytest.mark.parametrize(
+    "content_type", ["", FORM, "image/png", "application/json", "multipart/form-data; boundary=x", STRAY]
+)
+def test_a_body_that_is_a_photo_is_read_as_one_whatever_its_type(kind, content_type):
     found = read(PHOTOS[kind], content_type)
     assert sent(found) == [("", PHOTOS[kind])]
     assert found.fields == {}
@@ -71,7 +74,7 @@ def test_a_form_has_files_and_fields(form):
 
 @pytest.mark.parametrize("form", [by_urllib3, by_aiohttp])
 @given(contents=st.lists(st.binary(max_size=200), min_size=1, max_size=5), names=st.data())
-def test_forms_by_others_are_read_back(form, contents, names):
+def test_forms_by_other_libraries_are_read_back(form, contents, names):
     usual = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters='"\\%;'), min_size=1)
     named = [names.draw(usual.filter(lambda name: len(name) <= 80)) for _ in contents]
     found = read(*form(*(("p", name, data) for name, data in zip(named, contents, strict=True))))
@@ -162,6 +165,16 @@ MISTAKES = {
         b"--x",
         "multipart/form-data",
         "Content-Type: multipart/form-data without a boundary of 1 to 70 characters",
+    ),
+    "a stray byte in the boundary": (
+        b"--x--",
+        "multipart/form-data; boundary=é\udcff",
+        "Content-Type: multipart/form-data without a boundary of 1 to 70 characters",
+    ),
+    "a stray byte in the type": (
+        b"--x--",
+        "multipart/é\udcff; boundary=x",
+        r"Content-Type: got 'multipart/\xe9\ufffd', expected multipart/form-data",
     ),
     "cut": (HEAD + b"\r\n" + JPEG, X, "the form ends before its closing boundary"),
     "a line like the boundary": (
@@ -268,7 +281,7 @@ def test_a_mistake_is_answered_in_one_line(name):
         read(body, content_type)
 
 
-def test_limits_on_photos_and_bytes():
+def test_photos_and_bytes_are_limited():
     several, one = [("p", f"{n}.jpg", JPEG) for n in range(3)], len(JPEG)
     coded = json.dumps({"images": [text(JPEG)] * 3}).encode()
     assert len(read(*by_urllib3(*several), most_photos=3, most_bytes=one).photos) == 3
@@ -325,7 +338,7 @@ def test_hostile_bodies_take_little_memory(name):
 
 
 def unharmed(body, content_type):
-    """Anything but photos or a refusal in one line fails the test."""
+    """Read a body; anything but photos or a one-line refusal fails the test."""
     try:
         found = read(body, content_type, most_photos=8, most_bytes=1 << 20)
     except RefusedError as error:

@@ -20,31 +20,33 @@ from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
 from falconet.data.buffers import Batch
+from falconet.evaluation.loss import Loss
 from falconet.parallel.batchnorm import Span, over
 from falconet.parallel.collectives import join
 from falconet.parallel.data_parallel import AveragedReplicas
-from falconet.parallel.division import Division
 from falconet.parallel.environment import Place
 from falconet.parallel.grid import divide
 from falconet.parallel.world import World
 from falconet.train import build
 from falconet.train.build import BuiltPhase, open_site
 from falconet.train.capture import WARM, CapturedStep
-from falconet.train.loss import Loss
-from falconet.train.processes import prepare
+from falconet.train.pipeline_step import StagedModel
+from falconet.train.placement import WholeModel
+from falconet.train.preparation import prepare
 from falconet.train.step import Update
 from gloo import free_port
+from phases import launched
 from runs import assert_bitwise, stop_at
 from tiny import TINY
 
 # Which updates are captured.
 
 
-def reason(device="cuda", line="", *, replicas=1, stages=1):
+def reason(device="cuda", line="", *, placement=WholeModel):
     options = load(TrainOptions, from_line(line.split(), options_of(TrainOptions))).options
     phase = SimpleNamespace(
         options=options,
-        launch=SimpleNamespace(division=Division(replicas, 1, stages)),
+        placement=placement,
         site=SimpleNamespace(world=SimpleNamespace(device=torch.device(device))),
     )
     return BuiltPhase.uncaptured.fget(phase)
@@ -60,14 +62,14 @@ def test_updates_of_every_rule_are_captured(rule):
 
 
 def test_updates_of_replicas_are_captured_also_with_sharded_state():
-    assert reason(replicas=2) is None
-    assert reason(line="--enable-optimizer-rts", replicas=2) is None
+    assert reason(line="--replicas 2") is None
+    assert reason(line="--enable-optimizer-rts --replicas 2") is None
 
 
 def test_what_is_not_captured_has_a_reason():
     assert reason("cpu") == "there is no CUDA device"
     assert reason(line="--no-capture") == "--no-capture"
-    assert reason(stages=2) == "stages of a pipeline wait for one another"
+    assert reason(placement=StagedModel) == "stages of a pipeline wait for one another"
     assert reason(line="--offload-optimizer") == "the optimizer's state is in host memory"
 
 
@@ -390,7 +392,7 @@ CASES = {
 
 
 def built(line, world=None):
-    launch = prepare(load(TrainOptions, from_line(f"{SMALL} {line}".split(), options_of(TrainOptions))))
+    launch = launched(f"{SMALL} {line}")
     site = open_site(launch)
     return BuiltPhase(launch, replace(site, world=world, grid=divide(world, stages=1)) if world else site)
 

@@ -165,6 +165,16 @@ def test_a_run_restored_before_or_after_weights_are_frozen_equals_the_straight_o
     assert any(name.startswith("layer2.") for name in later)
 
 
+@pytest.mark.parametrize("size", [8, 4])  # half the global batch shifts the update at which weights are frozen to 0
+def test_weights_that_are_frozen_stay_so_with_another_global_batch(falconet, image_folder, size):
+    photos = "--data folder --data-dir photos --model resnet8-cifar --pretrained none"
+    line = f"train {TINY} {photos} --epoch 3 --checkpoints-kept all --freeze backbone --freeze-after 1"
+    assert falconet(f"{line} --run-dir r").code == 0
+    assert falconet(f"restore r/checkpoints/resnet8-cifar_folder_2 --run-dir s --micro-batch-size {size}").code == 0
+    before, after = tensors("r", 2), tensors("s", 3)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

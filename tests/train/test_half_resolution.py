@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from falconet.checkpoint import format
+from falconet.checkpoint.manifest import Position
 from falconet.errors import CheckpointError
 from falconet.parallel import world
 from half_resolution import EARLY, HALF, NAME, logged, metrics, tensors
@@ -44,7 +45,7 @@ def test_a_run_stopped_in_each_phase_continues_bit_for_bit(falconet, monkeypatch
     stopped_at(monkeypatch, falconet, f"{line} --run-dir other", 3)
     stopped_at(monkeypatch, falconet, "restore --checkpoint-input-path other", 11)
     manifest = format.read_manifest(format.newest_whole(Path("other"), note=print))
-    assert manifest.progress == format.Progress(epoch=2, images=24, update=11, phase=2, epoch_images=32)
+    assert manifest.progress == Position(epoch=2, images=24, update=11, phase=2, epoch_images=32)
     again = falconet("restore --checkpoint-input-path other")
     assert again.code == 0, again.err
     assert f"restored other/checkpoints/{NAME}_2+00003, update 11 of 16" in again.out
@@ -53,7 +54,7 @@ def test_a_run_stopped_in_each_phase_continues_bit_for_bit(falconet, monkeypatch
 
 
 def test_a_run_that_died_between_phases_averages_and_continues(falconet, monkeypatch):
-    from falconet.train import save
+    from falconet.checkpoint import weight_average
 
     line = f"train {HALF}"
     assert falconet(f"{line} --run-dir straight").code == 0
@@ -62,7 +63,7 @@ def test_a_run_that_died_between_phases_averages_and_continues(falconet, monkeyp
         raise CheckpointError("died")
 
     with monkeypatch.context() as patched:
-        patched.setattr(save, "write_average", dies)
+        patched.setattr(weight_average, "write", dies)
         assert falconet(f"{line} --run-dir other").code == 2
     assert sorted(path.name for path in Path("other/checkpoints").iterdir()) == [f"{NAME}_1", f"{NAME}_2"]
     again = falconet("restore --checkpoint-input-path other")
@@ -141,7 +142,7 @@ def test_the_layers_of_fine_tuning_are_planned_beside_those_of_the_first_phase(f
 
 
 def test_each_phase_trains_at_its_image_size_and_validates_at_full_size(falconet, monkeypatch, image_folder):
-    from falconet.train import evaluate
+    from falconet.evaluation import evaluate
     from falconet.train.step import LocalStep
 
     trained, validated = [], []
@@ -153,7 +154,7 @@ def test_each_phase_trains_at_its_image_size_and_validates_at_full_size(falconet
 
     monkeypatch.setattr(LocalStep, "_backward", seen)
     monkeypatch.setattr(
-        "falconet.train.evaluate.evaluate",
+        "falconet.evaluation.evaluate.evaluate",
         lambda model, batches, **more: count(
             model, (validated.append(batch.images.shape[-1]) or batch for batch in batches), **more
         ),
@@ -201,9 +202,9 @@ def test_a_damaged_checkpoint_is_left_out_of_the_average_after_training(falconet
 @pytest.fixture
 def torn(monkeypatch):
     """Names of checkpoints that lose their last bytes before the average after training; a list to fill."""
-    from falconet.train import save
+    from falconet.train import conclusion
 
-    names, make = [], save.average_after_training
+    names, make = [], conclusion.average_after_training
 
     def tear_and_make(saving, *args, **more):
         for name in names:
@@ -211,7 +212,7 @@ def torn(monkeypatch):
             path.write_bytes(path.read_bytes()[:-3])
         return make(saving, *args, **more)
 
-    monkeypatch.setattr(save, "average_after_training", tear_and_make)
+    monkeypatch.setattr(conclusion, "average_after_training", tear_and_make)
     return names
 
 

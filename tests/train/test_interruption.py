@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from falconet.train import run, run_folder, save
-from falconet.train.evaluate import Validation
+from falconet.checkpoint import weight_average
+from falconet.train import interruption, run
+from falconet.train.validation import Validation
 from half_resolution import HALF, NAME, tensors
 from tiny import TINY
 
@@ -36,15 +37,15 @@ def test_the_printed_command_finds_the_checkpoints_and_the_run_folder(falconet, 
 
 def test_the_printed_command_is_quoted_for_any_folder_name():
     folder = Path("mein Lauf; 'zwei'")
-    line = run_folder.restore_line(folder, folder / "checkpoints")
+    line = interruption.restore_line(folder, folder / "checkpoints")
     assert shlex.split(line) == ["falconet", "restore", str(folder)]
 
 
 def test_without_a_checkpoint_the_command_is_not_printed(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     said = "there is no checkpoint to continue from; the same command starts over"
-    assert run_folder.how_to_continue(tmp_path, tmp_path / "checkpoints") == said
-    assert run_folder.how_to_continue(tmp_path, tmp_path / "never/made") == said
+    assert interruption.how_to_continue(tmp_path, tmp_path / "checkpoints") == said
+    assert interruption.how_to_continue(tmp_path, tmp_path / "never/made") == said
 
 
 BEFORE = "stopped before the first update: nothing was saved"
@@ -91,7 +92,7 @@ def test_ctrl_c_while_checkpoints_are_averaged_ends_the_run_before_the_next_phas
     line = f"train {HALF} --run-dir r"
     assert falconet(line.replace("-dir r", "-dir straight")).code == 0
     with monkeypatch.context() as patched:
-        interrupted_once(patched, save, "write_average")
+        interrupted_once(patched, weight_average, "write")
         answer = falconet(line)
     assert (answer.code, answer.err) == (130, "")
     assert answer.out.splitlines()[-2:] == [f"saved r/checkpoints/{NAME}_2", TO_CONTINUE]

@@ -19,6 +19,7 @@ from falconet.checkpoint.state import Progress, TrainState
 from falconet.checkpoint.writer import Writer
 from falconet.config.options import Optimizer
 from falconet.errors import CheckpointError, DiskError, UnsavedError
+from falconet.evaluation.evaluate import Evaluation
 from falconet.optim.ema import Ema
 from falconet.optim.optimizers import build_optimizer
 from falconet.optim.schedules import Schedule
@@ -27,12 +28,12 @@ from falconet.report.console import Screen
 from falconet.report.styles import Facts, Falconet, Origin, RunLog
 from falconet.report.throughput import Stopwatch
 from falconet.train import save
-from falconet.train.evaluate import Evaluation, Validation
 from falconet.train.log import Log, Output
 from falconet.train.metrics import Measurements, Meter, NotFiniteError
 from falconet.train.plan import Plan
 from falconet.train.save import Identity, Saving
 from falconet.train.step import Update
+from falconet.train.validation import Validation
 from runs import assert_bitwise
 from tiny import TINY
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from falconet.checkpoint.state import Progress
 from falconet.errors import DataError, DivergedError, Interrupted, WorldError
 from falconet.optim.schedules import Schedule
+from falconet.parallel.shared_failure import FailedTogetherError
 from falconet.parallel.world import ALONE, World
-from falconet.train.evaluate import FailedTogetherError
 from falconet.train.loop import train
 from falconet.train.metrics import NotFiniteError
 from falconet.train.plan import Plan

@@ -16,9 +16,9 @@ from falconet.config.commands import ServeOptions
 from falconet.config.settings import LINE, Setting
 from falconet.data import mixing
 from falconet.data.mixing import Mix
+from falconet.evaluation.loss import MultiLabelLoss, presence_weights
 from falconet.infer.classifier import open_classifier
 from falconet.serve.protocol import Served, metadata
-from falconet.train.loss import MultiLabelLoss, presence_weights
 from runs import assert_bitwise, stop_at
 
 PHOTOS = 48

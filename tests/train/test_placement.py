@@ -1,4 +1,4 @@
-"""How a model is placed: the seeds of dropout in replicas and stages, and what the plan says of fused norms."""
+"""How a model is placed: what the plan says of fused norms."""
 
 from types import SimpleNamespace
 
@@ -6,33 +6,13 @@ import pytest
 import torch
 
 from falconet.config.commands import TrainOptions
-from falconet.config.fields import options_of
-from falconet.config.load import load
-from falconet.config.options import Model, Parallel, Run
-from falconet.config.settings import from_line
+from falconet.config.options import Model, Parallel
 from falconet.data.loader import BatchShape
 from falconet.numerics.precision import REGIMES
-from falconet.train import build
-from falconet.train.placement import Setup, WholeModel
-from falconet.train.processes import prepare
+from falconet.train.placement import WholeModel
+from falconet.train.setup import Setup
+from phases import built
 from tiny import TINY
-
-
-def seed(replica: int, stage: int, *, alike: bool) -> int:
-    """The seed in one process of replicas with two stages each."""
-    grid = SimpleNamespace(world=SimpleNamespace(rank=2 * replica + stage), stages=SimpleNamespace(rank=stage))
-    options = TrainOptions(run=Run(seed=7), parallel=Parallel(identical_replica_seeding=alike))
-    return Setup(options=options, images=None, shape=None, grid=grid, regime=None, note=print).seed
-
-
-def test_every_process_drops_different_units():
-    assert len({seed(replica, stage, alike=False) for replica in range(3) for stage in range(2)}) == 6
-
-
-@pytest.mark.parametrize("replica", [1, 2])
-def test_with_identical_seeding_replicas_drop_the_same_and_stages_different_units(replica):
-    assert seed(replica, 0, alike=True) == seed(0, 0, alike=True) == seed(0, 0, alike=False)
-    assert seed(replica, 1, alike=True) == seed(0, 1, alike=True) != seed(0, 0, alike=True)
 
 
 def plan_lines(*, span: int = 1, joined: int = 1, **model: str) -> list[str]:
@@ -59,10 +39,8 @@ def test_plan_says_if_no_norm_is_fused(monkeypatch):
 @pytest.mark.parametrize("recompute", ["", "--enable-recompute"])
 def test_plan_counts_fused_norms_of_recomputed_segments_too(recompute, monkeypatch):
     line = f"{TINY} --device cpu {recompute}"
-    launch = prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
-    placement = build.BuiltPhase(launch, build.open_site(launch)).placement
-    assert not any("fused" in words for words in placement.lines())
-    placement = build.BuiltPhase(launch, build.open_site(launch)).placement
+    assert not any("fused" in words for words in built(line).placement.lines())
+    placement = built(line).placement
     monkeypatch.setattr(Setup, "device", torch.device("cuda"))
-    norms = sum(isinstance(module, torch.nn.BatchNorm2d) for module in placement._model[0].modules())
+    norms = sum(isinstance(module, torch.nn.BatchNorm2d) for module in placement.network.model.modules())
     assert f"norms: {norms} of {norms} fused with what follows them" in placement.lines()

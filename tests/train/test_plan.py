@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from falconet.checkpoint.manifest import Progress
+from falconet.checkpoint.manifest import Position
 from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import parse
@@ -246,7 +246,7 @@ def test_a_run_that_continues_with_another_global_batch_counts_its_updates_on(be
     fresh = plan(epochs=5, updates_per_epoch=now, frozen_epochs=4, patience=2)
     made, total = BATCHES[before, now]
     assert made == 3 * before
-    continued = replace(fresh, updates_before=fresh.start_of(Progress(epoch=3, images=0, update=made)))
+    continued = replace(fresh, updates_before=fresh.start_of(Position(epoch=3, images=0, update=made)))
     assert (continued.place(made), continued.updates) == ((3, 0), total)
     assert [continued.epoch_at(update) for update in (made, made + now, total)] == [3.0, 4.0, 5.0]
     assert [continued.lr(made + done) for done in range(2 * now)] == [
@@ -255,22 +255,26 @@ def test_a_run_that_continues_with_another_global_batch_counts_its_updates_on(be
     assert continued.unfrozen_at == made + now
     assert continued.lines() == fresh.lines()
     assert [continued.ends_early(made + now, best=best) for best in (2.0, 3.0)] == [True, False]
-    assert fresh.start_of(Progress(epoch=4, images=0, update=made + now)) == continued.updates_before
-    assert continued.start_of(Progress(epoch=4, images=0, update=made + now)) == continued.updates_before
+    assert fresh.start_of(Position(epoch=4, images=0, update=made + now)) == continued.updates_before
+    assert continued.start_of(Position(epoch=4, images=0, update=made + now)) == continued.updates_before
 
 
 def test_weights_that_stop_to_train_do_so_at_the_same_epoch_with_another_global_batch():
     fresh = plan(trained_epochs=2.5)
-    continued = replace(fresh, updates_before=fresh.start_of(Progress(epoch=1, images=0, update=20)))
+    continued = replace(fresh, updates_before=fresh.start_of(Position(epoch=1, images=0, update=20)))
     assert continued.epoch_at(continued.frozen_from) == 2.5
 
 
 def test_a_checkpoint_within_an_epoch_continues_only_with_a_batch_that_divides_its_images():
     fresh = plan(updates_per_epoch=10)
-    made = replace(fresh, updates_before=fresh.start_of(Progress(epoch=1, images=40, update=30)))
+    made = replace(fresh, updates_before=fresh.start_of(Position(epoch=1, images=40, update=30)))
     assert (made.place(30), made.updates) == ((1, 5), 45)
     with pytest.raises(ConfigError, match="12 images into an epoch, which a global batch of 8 does not divide"):
-        plan().start_of(Progress(epoch=1, images=12, update=30))
+        plan().start_of(Position(epoch=1, images=12, update=30))
+    with pytest.raises(
+        ConfigError, match="24 images into an epoch of 32, of which a global batch of 24 makes no further"
+    ):
+        plan(updates_per_epoch=1, micro_batch=24, images=32).start_of(Position(epoch=1, images=24, update=30))
 
 
 COUNTED = {  # updates asked for, micro-batch after 6 updates of 8 images -> updates at the end
@@ -287,11 +291,12 @@ COUNTED = {  # updates asked for, micro-batch after 6 updates of 8 images -> upd
 def test_a_length_in_updates_counts_those_of_another_global_batch(asked, micro_batch):
     (phase,) = phases_of(parse(TrainOptions, from_line(["--updates", f"{asked}"], options_of(TrainOptions))).options)
     planned = partial(plan_of, phase, images=32, shape=BatchShape(micro_batch=micro_batch))
-    done = Progress(epoch=1, images=16, update=6)
+    done = Position(epoch=1, images=16, update=6)
     made = planned(updates_before=planned(updates_before=0).start_of(done))
     assert made.updates == COUNTED[asked, micro_batch]
     assert made.place(6) == (1, 16 // micro_batch)
     assert made.schedule.epochs == pytest.approx(made.epoch_at(made.updates))  # a cosine ends with the training
+    assert any(f"; {made.updates} in all, " in line for line in made.lines()) == (micro_batch != 8)
 
 
 def test_a_limit_in_updates_ends_within_an_epoch_with_log_validation_and_save():

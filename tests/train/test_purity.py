@@ -6,14 +6,10 @@ import os
 import pytest
 import torch
 
-from falconet.config.commands import TrainOptions
-from falconet.config.fields import options_of
-from falconet.config.load import load
-from falconet.config.settings import from_line
 from falconet.train import build, plan_text
-from falconet.train.processes import prepare
 from falconet.train.step import LocalStep
 from half_resolution import HALF
+from phases import built
 from tiny import TINY
 
 RECOMPUTE = "--enable-recompute --half-partial --available-memory-proportion 0.1"
@@ -58,7 +54,7 @@ def test_a_plan_installs_no_recomputation(falconet, monkeypatch):
     answer = falconet(f"train {HALF} --enable-recompute --plan")
     assert answer.code == 0, answer.err
     assert answer.out.count("recomputes 4 blocks, ending in ") == 2
-    assert [recomputed(each.placement._model[0]) for each in built] == [0, 0]
+    assert [recomputed(each.placement.network.model) for each in built] == [0, 0]
     assert [recomputed(each.model) > 5 for each in built] == [True, True]
 
 
@@ -81,9 +77,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("when", ["before the model is built", "after"])
 def test_describing_a_plan_twice_changes_neither_model_nor_process(when, device):
     line = f"{TINY} --device {device} {RECOMPUTE}"
-    launch = prepare(load(TrainOptions, from_line(line.split(), options_of(TrainOptions))))
-    phase = build.BuiltPhase(launch, build.open_site(launch))
-    model = phase.model if when == "after" else phase.placement._model[0]
+    phase = built(line)
+    model = phase.model if when == "after" else phase.placement.network.model
     state, attributes = copy.deepcopy(model.state_dict()), set(vars(model))
     count, process = recomputed(model), process_state()
     assert plan_text.describe(phase) == plan_text.describe(phase)

@@ -13,7 +13,7 @@ from falconet.config.fields import options_of
 from falconet.config.load import load
 from falconet.config.settings import from_line
 from falconet.legacy.conventions import CONVENTIONS
-from falconet.train import processes, run, run_folder
+from falconet.train import preparation, run, run_folder, workers
 from tiny import TINY
 
 REFUSED = "r: in use by another run; wait for it to finish, or choose another --run-dir\n"
@@ -64,7 +64,7 @@ def test_workers_that_never_start_leave_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("falconet.parallel.launch.launch", launched)
     monkeypatch.setattr("falconet.parallel.world.cores", lambda processes=1: 2)
     options = loaded("--replicas 2 --device cpu")
-    assert processes.start("train", [], processes.prepare(options)) == 2
+    assert workers.start("train", [], preparation.prepare(options)) == 2
     assert not list((tmp_path / "runs").iterdir())
 
 

@@ -9,13 +9,13 @@ from falconet.config.options import Optimizer
 from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.evaluation.loss import Loss
 from falconet.models import zoo
 from falconet.models.freezing import Hold, frozen_by
 from falconet.numerics.loss_scale import FixedScale, Offender
 from falconet.numerics.precision import REGIMES
 from falconet.optim.ema import Ema
 from falconet.optim.optimizers import build_optimizer, build_scaled_optimizer
-from falconet.train.loss import Loss
 from falconet.train.step import LocalStep, Moving, PlainMove, ScaledMove, ShownStep, Update
 
 CLASSES = 4

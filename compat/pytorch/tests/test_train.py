@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from falconet.train.loss import Loss
+from falconet.evaluation.loss import Loss
 
 LEARNS = 15.0  # percent: a guess is right in 10
 SMALL = "--data cifar10 --micro-batch-size 5 --lr 0.001 --momentum 0.9 --seed 0"

@@ -1,4 +1,4 @@
-"""The native JPEG decoder: reads, crops, resizes and flips files straight into a batch, in C++."""
+"""The native JPEG decoder, in C++: reads, crops, resizes and flips files straight into a batch."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def library() -> "Library | None":
-    """The native decoder if it was built; else `why_not` gives the reason."""
+    """The native decoder; None if it was not built, for the reason that `why_not` gives."""
     from falconet.data.native import binding
 
     return binding.load()[0]

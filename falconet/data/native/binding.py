@@ -1,4 +1,4 @@
-"""The shared library through ctypes, which lets other threads run during every call."""
+"""Calls the shared library through ctypes, which lets other threads run meanwhile."""
 
 import ctypes
 import functools
@@ -16,11 +16,11 @@ from falconet.data.storage import BoolArray, PixelArray, Ranges
 
 SizeArray = npt.NDArray[np.int32]
 StatusArray = npt.NDArray[np.int8]
-Encoded = bytes | bytearray | memoryview  # a whole photo as its file has it
+Encoded = bytes | bytearray | memoryview  # a whole photo, as in its file
 
-MOST_PIXELS = 2**27  # of one image if the caller sets no limit
-MOST_BYTES = 2**29  # working memory of one image, and size of its file
-KEPT_BYTES = 2**25  # of encoded files that a workspace keeps memory for: 128 photos of 260 kB
+MOST_PIXELS = 2**27  # per image, if the caller sets no limit
+MOST_BYTES = 2**29  # working memory per image, and size of its file
+KEPT_BYTES = 2**25  # of memory for encoded files that a workspace keeps: 128 photos of 260 kB
 
 
 class Status(IntEnum):
@@ -28,7 +28,7 @@ class Status(IntEnum):
 
     OK = 0
     NOT_JPEG = 1
-    UNSUPPORTED = 2  # progressive, CMYK, 12-bit and other JPEGs that Pillow has to decode
+    UNSUPPORTED = 2  # progressive, CMYK, 12-bit and other JPEGs, which Pillow has to decode
     DAMAGED = 3
     TOO_LARGE = 4
     UNREADABLE = 5
@@ -51,7 +51,7 @@ class Filter(IntEnum):
     """How boxes are resized; src/axis.hpp has the same numbers."""
 
     BILINEAR = 0
-    SAMPLED = 1  # without antialiasing, as readers.resized_aliased
+    SAMPLED = 1  # without antialiasing, like readers.resized_aliased
     BICUBIC = 2
 
 
@@ -82,15 +82,15 @@ class Library:
 
     @property
     def processor(self) -> str:
-        """Which of its inner loops run on this processor: 'avx2' or 'portable'."""
+        """The inner loops that run on this processor: 'avx2' or 'portable'."""
         return str(self.c.falconet_processor().decode())
 
     def crc32c(self, data: bytes, *, portable: bool = False) -> int:
-        """The checksum of TFRecords and packed shards."""
+        """The checksum that TFRecords and packed shards use."""
         return int(self.c.falconet_crc32c(data, len(data), portable))
 
     def stamps(self, paths: list[bytes]) -> IntArray:  # N x (bytes, nanoseconds); -1: not a file
-        """The size and the time of the last change of each file."""
+        """The size of each file and the time when it last changed."""
         found = np.zeros((len(paths), 2), np.int64)
         self.c.falconet_stamps(len(paths), (ctypes.c_char_p * len(paths))(*paths), found.ctypes.data)
         return found
@@ -103,7 +103,7 @@ class Library:
         return sizes, states
 
     def restart_marked(self, data: bytes, *, interval: int = 8, most_pixels: int = MOST_PIXELS) -> bytes | Status:
-        """The same picture, pixel for pixel, with a restart marker after every `interval` MCUs; else the reason."""
+        """Encode the same pixels with a restart marker after every `interval` MCUs; a Status says why that fails."""
         result, size = ctypes.c_void_p(), ctypes.c_int64()
         status = self.c.falconet_restart_marked(
             data, len(data), interval, most_pixels, ctypes.byref(result), ctypes.byref(size)
@@ -146,7 +146,7 @@ class Workspace:
         return sizes, statuses
 
     def open_ranges(self, ranges: Ranges) -> tuple[SizeArray, StatusArray]:  # N x (width, height); N
-        """The same from ranges of open files."""
+        """Open images in ranges of open files, and read their headers."""
         count = len(ranges.files)
         sizes, statuses = np.zeros((count, 2), np.int32), np.zeros(count, np.int8)
         files = np.ascontiguousarray(ranges.files, np.int32)
@@ -165,7 +165,7 @@ class Workspace:
         return sizes, statuses
 
     def open_memory(self, photos: Sequence[Encoded]) -> tuple[SizeArray, StatusArray]:  # N x (width, height); N
-        """The same from memory, which may be given back or changed afterwards."""
+        """Open images in memory, which may be freed or changed afterwards, and read their headers."""
         count = len(photos)
         sizes, statuses = np.zeros((count, 2), np.int32), np.zeros(count, np.int8)
         held = [np.frombuffer(photo, np.uint8) for photo in photos]  # no copies; bytes, contiguous, or ValueError
@@ -177,7 +177,7 @@ class Workspace:
         return sizes, statuses
 
     def encoded(self, count: int) -> tuple[PixelArray, IntArray]:  # bytes of all; N sizes, 0: not opened
-        """The opened files themselves, end to end in memory that the next call may use again."""
+        """The bytes of the opened files, end to end, in memory that the next call may reuse."""
         sizes = np.zeros(count, np.int64)
         self._c.falconet_encoded_sizes(self._handle, count, sizes.ctypes.data)
         total = int(sizes.sum())
@@ -223,7 +223,7 @@ class Workspace:
 
 
 def built_from(path: Path) -> str:
-    """Digest of a library's sources; one that was built before other functions were added has it, too."""
+    """The digest of a library's sources, which it has even if it is older than some functions."""
     sources = ctypes.CDLL(str(path)).falconet_sources
     sources.restype = ctypes.c_char_p
     return str(sources().decode())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "src"
-LIBRARY = "libfalconet_jpeg.so"  # on every system: only ctypes loads it
+LIBRARY = "libfalconet_jpeg.so"  # the same on every system: only ctypes loads it
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: fused multiply-adds would give different weights on ARM and x86.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fstack-protector-strong")
@@ -29,7 +29,7 @@ class CannotBuildError(Exception):
 
 
 def digest() -> str:
-    """Digest of the sources; the library contains that of its own."""
+    """The digest of the sources; a library contains that of its own."""
     total = hashlib.sha256()
     for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.hpp"))):
         total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -37,7 +37,7 @@ def digest() -> str:
 
 
 def find_compiler() -> str:
-    """The user's choice in CXX, or the first one found."""
+    """The C++ compiler: the user's choice in CXX, or the first one found."""
     for name in (os.environ.get("CXX", ""), *COMPILERS):
         found = shutil.which(name.split()[0]) if name.strip() else None
         if found is not None:
@@ -64,7 +64,7 @@ def build(folder: Path = HERE, *, flags: tuple[str, ...] = FLAGS) -> Path:
             _run([*command, *own, "-c", str(source), "-o", objects[-1]])
         made = Path(scratch) / LIBRARY
         _run([*command, "-shared", *objects, "-o", str(made)])
-        # Copied and renamed: another process may be loading the old one, or building as well.
+        # Built aside and renamed: another process may be loading the old one, or building as well.
         staged = folder / f".{LIBRARY}.{os.getpid()}"
         try:
             shutil.copyfile(made, staged)

@@ -25,7 +25,7 @@ MOST_XML = 1 << 20  # bytes of one file
 
 
 def with_objects(splits: Splits, data_dir: Path) -> Splits:
-    """The splits with the objects that random crops of training images must overlap; DataError if there are none."""
+    """The splits with objects that random crops of training images must overlap; DataError if there are none."""
     found = with_objects_if_there(splits, data_dir)
     assert isinstance(found.train, PhotoSource)
     assert isinstance(splits.train, PhotoSource)
@@ -40,7 +40,7 @@ def with_objects(splits: Splits, data_dir: Path) -> Splits:
 
 
 def with_objects_if_there(splits: Splits, data_dir: Path) -> Splits:
-    """The same, without objects if no training image has one."""
+    """The splits with objects, or without if no training image has one."""
     train = splits.train
     assert isinstance(train, PhotoSource)
     if train.objects is None or train.objects.annotated == 0:
@@ -95,7 +95,7 @@ def _read_csv(path: Path) -> dict[str, BoxArray]:
 
 
 def _read_folder(data_dir: Path, folder: Path) -> dict[str, BoxArray]:
-    """Half a million small files take minutes to read, so that their boxes are kept in an index."""
+    """Boxes by image name from XML files, kept in an index: half a million small files take minutes to read."""
     found = indexed(data_dir, kind=f"boxes-{folder.name}", search=lambda: _search(folder), check=_check)
     arrays = found.arrays
     names, objects = Names(arrays["names"].tobytes(), arrays["offsets"]), Objects(arrays["boxes"], arrays["firsts"])
@@ -142,7 +142,7 @@ def _xml_files(folder: Path, folders: list[Path]) -> Iterator[Path]:
 def parse_xml(path: Path) -> BoxArray:
     """The objects of one PASCAL VOC annotation, as ImageNet uses them: pixels of a stated width and height."""
     data = read_regular(path)
-    if len(data) > MOST_XML or re.search(rb"<!(DOCTYPE|ENTITY)", data):  # entities could fill the memory
+    if len(data) > MOST_XML or re.search(rb"<!(DOCTYPE|ENTITY)", data):  # entities could fill memory
         raise DataError(f"{path}: not an annotation: too large, or with a document type")
     try:
         root = ElementTree.fromstring(data)

@@ -11,7 +11,7 @@ from falconet.data.storage import ArraySource, PixelArray, Splits
 FILE = Path(__file__).with_name("digits.npz")
 SPLIT_SEED = 1797  # published results on the digits depend on it and TRAIN_SHARE: never changes
 TRAIN_SHARE = 0.8
-# Of the training part's pixels in 0..1.
+# The training part's mean and deviation, pixels in 0..1.
 MEAN, STD = 0.3058, 0.3763
 
 
@@ -35,12 +35,12 @@ def load_digits() -> Splits:
 
 
 BLOCK = 1 << 20  # bytes of noise beyond one image, so that a million images can start at different bytes
-UNIFORM_STD = 0.2887  # of a uniform number in 0..1: 1 / sqrt(12)
+UNIFORM_STD = 0.2887  # the deviation of a uniform number in 0..1: 1 / sqrt(12)
 
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """Images cut from one block of random bytes, each at its keyed offset: the cost of a copy, not of a hash."""
+    """Images cut from one block of random bytes, each at its keyed offset, which costs a copy, not a hash."""
 
     block: PixelArray  # one dimension
     count: int
@@ -65,7 +65,7 @@ class Noise:
 
 
 def generate(*, images: int, validated: int, image_size: int, classes: int, seed: int) -> Splits:
-    """Random images: `images` to train on, `validated` others to validate; labels are the number modulo `classes`."""
+    """Random images, `images` to train on and `validated` others; labels are their numbers modulo `classes`."""
     names = tuple(str(label) for label in range(classes))
     size = BLOCK + image_size * image_size * 3
     drawn = words(

@@ -70,7 +70,7 @@ def download(archive: Archive, *, into: Path, folder: str, missing: str) -> None
     try:
         with response:
             into.mkdir(parents=True, exist_ok=True)
-            # In a temporary folder, renamed when complete: a kill leaves a stray folder, never half a data set.
+            # Into a temporary folder, renamed when complete: a kill leaves a stray folder, never half a data set.
             with tempfile.TemporaryDirectory(prefix=f".{folder}-", dir=into) as temporary:
                 packed = Path(temporary) / archive.name
                 found = _save(response, packed)
@@ -129,7 +129,7 @@ _HARMLESS = {
 
 
 class _Reader(pickle._Unpickler):
-    # The Python version: for a few hostile bytes, the one in C allocates tens of gigabytes for its memo.
+    # The version in Python: a few hostile bytes make the one in C allocate tens of gigabytes for its memo.
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _HARMLESS:
@@ -174,7 +174,7 @@ SIDE = 32
 PLANES = 3 * SIDE * SIDE  # bytes of an image: its red, green and blue planes
 ADDRESS = "https://www.cs.toronto.edu/~kriz/"
 DEFAULT_DIR = Path("data")
-PNG_SPLITS = ("train", "test")  # folders with one for each class
+PNG_SPLITS = ("train", "test")  # folders with a folder for each class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar:
-    """What CIFAR-10 and CIFAR-100 differ in."""
+    """The ways in which CIFAR-10 and CIFAR-100 differ."""
 
     binary: Layout
     python: Layout
@@ -235,7 +235,7 @@ CIFARS: dict[Kind, Cifar] = {
 def load(data_dir: Path | None, *, kind: Kind) -> Splits:
     """Read from `data_dir` (./data if None) or the official folder in it; download if neither has the files.
 
-    Any whole number of records is accepted, so that a part of the data can be used; an incomplete record is refused.
+    Any whole number of records is accepted, so that part of the data can be used; an incomplete record is refused.
     """
     cifar = CIFARS[kind]
     data_dir = DEFAULT_DIR if data_dir is None else data_dir
@@ -254,7 +254,7 @@ def load(data_dir: Path | None, *, kind: Kind) -> Splits:
 
 
 def is_there(data_dir: Path | None, *, kind: Kind) -> bool:
-    """Whether `load` would read without a download."""
+    """Whether `load` would need no download."""
     data_dir, cifar = data_dir or DEFAULT_DIR, CIFARS[kind]
     return _found(data_dir, cifar) is not None or _has_png_files(data_dir, cifar)
 
@@ -275,13 +275,13 @@ def _found(data_dir: Path, cifar: Cifar) -> tuple[Layout, Path] | None:
 
 
 def _has_png_files(data_dir: Path, cifar: Cifar) -> bool:
-    """Whether there is a folder for each class."""
+    """Whether there is a folder of PNG files for each class."""
     folders = [data_dir / split / name for split in PNG_SPLITS for name in cifar.class_names]
     return all(folder.is_dir() for folder in folders)
 
 
 def _png_source(folder: Path, cifar: Cifar) -> ArraySource:
-    """The images by class and name, which is not the official order."""
+    """Read the images in order of class and name, which is not the official order."""
     found = [sorted((folder / name).glob("*.png")) for name in cifar.class_names]
     paths = [path for each in found for path in each]
     if not paths:

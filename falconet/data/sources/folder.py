@@ -1,4 +1,4 @@
-"""Folders of image files: what is listed, in which order, and what is passed over."""
+"""Folders of image files: which are listed, in which order, and what is passed over."""
 
 import errno
 import hashlib
@@ -18,12 +18,13 @@ from PIL import Image
 from falconet.data.image_files import kind
 from falconet.data.index import Array, Found, check_below, check_lengths, check_paths, check_types, indexed, say
 from falconet.data.keyed import IntArray
+from falconet.data.sources.table_formats import ENDINGS
 from falconet.data.storage import FileSource, Names
 from falconet.errors import DataError
 from falconet.parallel.environment import is_first
 from falconet.report.console import Counting, are
 
-# What people call the parts of their data, in lower case.
+# Usual names for the parts of a dataset, in lower case.
 PARTS = {
     "train": ("train", "training"),
     "validation": ("val", "valid", "validation"),
@@ -31,14 +32,15 @@ PARTS = {
 }
 TYPES = {"names": np.uint8, "offsets": np.int64, "labels": np.int32}
 LOOSE = -1  # the label of a photo directly in the root
-MOST_REPORTED = 5  # skipped entries, by name
-# What operating systems and network disks leave beside photos; "@eaDir" holds thumbnails.
+NOWHERE = (errno.ENOENT, errno.ELOOP)  # the system's answer for a broken link, and for one to itself
+MOST_REPORTED = 5  # skipped entries that are named
+# Left beside photos by operating systems and network disks; "@eaDir" holds thumbnails.
 CLUTTER = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
-RUN = ("config.yaml", "plan.txt")  # files of a run folder: what else is in it was not photographed
+RUN = ("config.yaml", "plan.txt")  # files in a run folder, whose images are no photos
 RUNS = "runs"  # where run folders are, by default
-# Formats that Pillow recognises and cannot decode by itself, and a page description.
+# Formats that Pillow recognises but cannot decode itself, and a page description.
 UNDECODABLE = frozenset({"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"})
-# Files that a person takes for photos, and Pillow cannot read.
+# Files that look like photos to a person, but that Pillow cannot read.
 UNREAD = frozenset(
     {
         *(".heic", ".heif", ".hif", ".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".rw2", ".raf", ".svg", ".pdf"),
@@ -62,7 +64,7 @@ class Listed:
         return int(np.count_nonzero(self.labels == LOOSE))
 
     def classes(self) -> FileSource:
-        """The photos of the folders; those without a photo are no class, and loose photos have none."""
+        """The photos in class folders: a folder without a photo is no class, and loose photos have no class."""
         counts = np.bincount(self.labels[self.labels != LOOSE], minlength=len(self.folders))
         numbers = np.cumsum(counts > 0) - 1
         source = FileSource(
@@ -74,7 +76,7 @@ class Listed:
         return source.subset(np.flatnonzero(self.labels != LOOSE)) if self.loose else source
 
     def notes(self) -> tuple[str, ...]:
-        """What was passed over as a class, or as a photo."""
+        """Notes on folders that are no class, and on photos that are skipped."""
         empty = sorted({*self.folders} - {*self.classes().class_names})
         notes = [f"{self.root / name}: no photo in it, so it is not a class" for name in empty[:MOST_REPORTED]]
         if len(empty) > MOST_REPORTED:
@@ -86,7 +88,7 @@ class Listed:
 
 
 def unread_notes(found: Listed) -> tuple[str, ...]:
-    """One line on files that look like photos to a person, and cannot be read."""
+    """A note on files that look like photos to a person, but cannot be read."""
     if not found.unread:
         return ()
     kinds = ", ".join(f"{count:,} {ending}" for ending, count in sorted(found.unread.items()))
@@ -94,7 +96,7 @@ def unread_notes(found: Listed) -> tuple[str, ...]:
 
 
 def listed(data_dir: Path, *, below: str = "") -> Listed:
-    """The photos below a folder of `data_dir`, or in all of it, from its index if nothing has changed."""
+    """List the photos in `data_dir`, or in a folder `below` it, from its index if nothing has changed."""
     root = data_dir / below
     found = indexed(data_dir, kind=f"photos-{below}" if below else "photos", search=lambda: _search(root), check=_check)
     arrays, facts = found.arrays, found.facts
@@ -128,9 +130,9 @@ class Listing:
     names: bytearray = field(default_factory=bytearray)
     ends: "array[int]" = field(default_factory=lambda: array("q", [0]))
     labels: "array[int]" = field(default_factory=lambda: array("i"))
-    folders: list[Path] = field(default_factory=list)  # all that were listed
+    folders: list[Path] = field(default_factory=list)  # all folders that were listed
     skipped: list[str] = field(default_factory=list)  # with the reason
-    refused: list[OSError] = field(default_factory=list)  # of folders and links that the system does not let us look at
+    refused: list[OSError] = field(default_factory=list)  # folders and links that the system does not let us look at
     unread: Counter[str] = field(default_factory=Counter)  # extensions
 
     def add(self, name: str, label: int) -> None:
@@ -151,11 +153,11 @@ def _search(root: Path) -> Found:
     with Counting(f"listing {root}", quiet=not is_first(os.environ)) as counting, os.scandir(root) as entries:
         for entry in _visible(entries):
             before = len(listing.labels)
-            if _is_folder(entry):  # here a link to a folder is followed
+            if _is_folder(entry):  # here, links to folders are followed
                 folders.append(entry.name)
                 for name in image_names(entry.path, f"{entry.name}/", listing):
                     listing.add(name, len(folders) - 1)
-                if listing.refused:  # an index without these photos would hide them from later runs as well
+                if listing.refused:  # an index without these photos would hide them from later runs too
                     raise listing.refused[0]
             elif _is_photo(entry, listing):
                 listing.add(entry.name, LOOSE)
@@ -174,14 +176,22 @@ def subfolders(root: Path) -> list[str]:
         return [entry.name for entry in _visible(entries) if _is_folder(entry)]
 
 
-def has_photos(root: Path) -> bool:
-    """Whether photos are directly in it, by their names."""
+def has_folders(root: Path) -> bool:
+    """Whether a folder directly holds folders, or links to folders that can be followed."""
     with os.scandir(root) as entries:
-        return any(_ending(entry.name) in image_extensions() and not _is_folder(entry) for entry in _visible(entries))
+        return any(map(_seems_folder, _visible(entries)))
+
+
+def has_photos(root: Path) -> bool:
+    """Whether a folder directly holds photos, by their names."""
+    with os.scandir(root) as entries:
+        return any(
+            _ending(entry.name) in image_extensions() and not _seems_folder(entry) for entry in _visible(entries)
+        )
 
 
 def split_folders(place: Path) -> dict[str, str]:
-    """The folders named after a part of the data, by part: train, validation, and test if another one validates."""
+    """The folders named after parts of the data, by part: train, validation, and test beside a validation folder."""
     found: dict[str, str] = {}
     for name in subfolders(place):
         for part, spellings in PARTS.items():
@@ -193,12 +203,12 @@ def split_folders(place: Path) -> dict[str, str]:
 
 
 def validates_by_name(place: Path) -> bool:
-    """Whether a folder is called val, test or the like."""
+    """Whether a folder's name says that it validates: val, test or the like."""
     return place.absolute().name.lower() in (*PARTS["validation"], *PARTS["test"])
 
 
 def _visible(entries: "Iterator[os.DirEntry[str]]") -> "list[os.DirEntry[str]]":
-    """By name, without hidden entries, what systems leave behind, and run folders."""
+    """Entries by name, without hidden ones, what systems leave behind, and run folders."""
     return sorted(
         (
             entry
@@ -210,23 +220,40 @@ def _visible(entries: "Iterator[os.DirEntry[str]]") -> "list[os.DirEntry[str]]":
 
 
 def run_folders(root: Path) -> list[Path]:
-    """The folders that hold a run of ours, or runs."""
+    """The folders that hold a run of Falconet's, or several."""
     with os.scandir(root) as entries:
         return sorted(Path(entry.path) for entry in entries if _is_run(entry))
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Whether it is a folder, or a link to one."""
+    """Whether an entry is a folder or a link to one; OSError for a link that may be one but cannot be followed."""
     try:
         return entry.is_dir()
     except OSError as error:
-        if error.errno != errno.ELOOP:  # a link to itself
+        is_named_as_file = _ending(entry.name) in image_extensions() or entry.name.lower().endswith(ENDINGS)
+        if error.errno != errno.ELOOP and not is_named_as_file:  # the former: a link to itself
             raise
         return False
 
 
+def _seems_folder(entry: "os.DirEntry[str]") -> bool:
+    """Whether an entry is a folder, or a link to one that can be followed."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def is_file(entry: "os.DirEntry[str]") -> bool:
+    """Whether an entry is a file, or a link to one that can be followed."""
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
+
+
 def _is_run(entry: "os.DirEntry[str]") -> bool:
-    """Whether it holds a run of ours, or runs; what cannot be looked into does not."""
+    """Whether an entry holds a run of Falconet's, or several; what cannot be looked into does not."""
     try:
         if not entry.is_dir(follow_symlinks=False):
             return False
@@ -239,14 +266,14 @@ def _is_run(entry: "os.DirEntry[str]") -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether it is the folder of a run."""
+    """Whether a path is a run folder."""
     return all((path / name).is_file() for name in RUN)
 
 
 def image_names(folder: str, prefix: str, listing: Listing, *, linked: bool = False) -> Iterator[str]:
-    """Sorted names with the prefix, also of subfolders; links to folders are followed only at the top, if `linked`.
+    """Sorted names with the prefix, subfolders included; links to folders are followed only at the top, if `linked`.
 
-    OSError if the folder itself cannot be listed; what is refused below it is noted, and the rest follow.
+    OSError if the folder itself cannot be listed; what is refused below it is noted, and the rest is listed.
     """
     listing.folders.append(Path(folder))
     with os.scandir(folder) as entries:
@@ -261,7 +288,7 @@ def image_names(folder: str, prefix: str, listing: Listing, *, linked: bool = Fa
 
 
 def _is_photo(entry: "os.DirEntry[str]", listing: Listing) -> bool:
-    """Whether it is one by its name; what cannot be is noted."""
+    """Whether an entry is a photo by its name; an entry that cannot be one is noted."""
     ending = _ending(entry.name)
     is_named = ending in image_extensions()
     why = _why_not(entry, is_named=is_named) if is_named or entry.is_symlink() else ""
@@ -277,20 +304,21 @@ def _ending(name: str) -> str:
 
 
 def _why_not(entry: "os.DirEntry[str]", *, is_named: bool) -> str:
-    """Opening a pipe would wait, and a link to a folder may lead in circles; readers report broken links to photos."""
+    """Why an entry is not a photo: opening a pipe would wait, and links to folders may lead in circles."""
     if entry.is_file(follow_symlinks=False):
         return ""
     try:
-        mode = entry.stat().st_mode  # of a link's target
-    except OSError:
-        return "" if is_named else "a link that leads nowhere"
+        mode = entry.stat().st_mode  # the target's, for a link
+    except OSError as error:
+        leads = "leads nowhere" if error.errno in NOWHERE else f"cannot be followed ({error.strerror})"
+        return "" if is_named else f"a link that {leads}"
     link = "a link to " if entry.is_symlink() else ""
     return "" if stat.S_ISREG(mode) else f"{link}{kind(mode)}"
 
 
 @cache
 def image_extensions() -> frozenset[str]:
-    """File extensions of the formats that Pillow can read, not only write."""
+    """File extensions of formats that Pillow can read, not only write."""
     known = Image.registered_extensions()  # also loads Pillow's plugins
     return frozenset(ending for ending, name in known.items() if name in Image.OPEN and name not in UNDECODABLE)
 
@@ -312,7 +340,7 @@ def folder_md5(folder: Path, *, workers: int) -> str:
 
 
 def is_imagenet(digest: str, split: str) -> bool:
-    """Whether it is the digest of the original's folder, as far as it is known: 48 of 128 bits."""
+    """Whether a digest is that of the original's folder, as far as it is known: 48 of 128 bits."""
     begin, end = IMAGENET[split]
     return digest.startswith(begin) and digest.endswith(end)
 

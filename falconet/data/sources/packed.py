@@ -1,9 +1,9 @@
-"""Packed shards: files of many images, with checksums and an index inside.
+"""Packed shards: files with many images, checksums and an index.
 
     train-00000.falconet, ..., validation-00000.falconet, ...
 
 A shard is a magic line, the images' bytes end to end, an index in the safetensors format, and a tail of 72 bytes: where
-the index starts and how long it is (8 bytes each, little-endian), the index's CRC-32C (4 bytes, then 4 of zeros), the
+the index starts and how long it is (8 bytes each, little-endian), the index's CRC-32C (4 bytes, then 4 zeros), the
 SHA-256 of everything before the tail, and the magic line again. docs/using/data.md describes the format.
 """
 
@@ -59,11 +59,11 @@ class Head:
 
     arrays: dict[str, Array]
     facts: dict[str, Any]  # split, number, shards, classes, made
-    sha256: str  # of everything before the tail, when the shard was written
+    sha256: str  # of everything before the tail, from when the shard was written
 
 
 class Writer:
-    """Writes one shard, and computes its digest meanwhile."""
+    """Writes a shard and computes its digest on the way."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._sha = file, hashlib.sha256()
@@ -99,7 +99,7 @@ class Writer:
 
 
 def read_head(path: Path) -> Head:
-    """The index of a shard; DataError if it is cut short, damaged or of another version."""
+    """Read the index of a shard; DataError if it is cut short, damaged or of another version."""
     file = open_shard(path)
     try:
         total = os.fstat(file).st_size
@@ -128,7 +128,7 @@ def read_head(path: Path) -> Head:
 
 
 def _check(arrays: dict[str, Array], end: int) -> None:
-    """Require columns of their types and equal lengths, and images end to end before the index."""
+    """Require columns with the right types and equal lengths, and images end to end before the index."""
     check_types(arrays, COLUMNS)
     offsets = arrays["offsets"]
     check_offsets(offsets, end=len(arrays["names"]))
@@ -139,7 +139,7 @@ def _check(arrays: dict[str, Array], end: int) -> None:
 
 
 def _check_facts(facts: dict[str, Any], labels: Array) -> None:
-    """Even with a matching checksum, the index may come from anyone."""
+    """Check the facts in an index, which may come from anyone even if its checksum matches."""
     number, shards = facts["number"], facts["shards"]
     if type(number) is not int or type(shards) is not int or not 0 <= number < shards <= MOST_SHARDS:
         raise ValueError
@@ -185,7 +185,7 @@ def _joined(heads: list[Head], split: str) -> dict[str, Array]:
 
 
 def verify(path: Path) -> list[str]:
-    """The problems of a shard, one line each: bad images by name, else the whole."""
+    """The problems in a shard, one line each: bad images by name, else the shard as a whole."""
     head = read_head(path)
     names = Names(head.arrays["names"].tobytes(), head.arrays["offsets"])
     columns = (head.arrays[name].tolist() for name in ("begins", "sizes", "checksums"))

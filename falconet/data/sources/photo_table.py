@@ -1,4 +1,4 @@
-"""Tables of photos and labels: which of a folder's files they are, which columns matter, which photos they mean."""
+"""Tables of photos and labels: finds them in a folder, and works out their columns and the photos they mean."""
 
 import ast
 import os
@@ -19,7 +19,7 @@ from falconet.report.console import are, counted
 from falconet.writing import could_name_a_file
 
 STEMS = ("labels", "label", "annotations", "metadata", "_annotations.coco", "_classes")  # for all photos of a folder
-NOT_OURS = "bounding_boxes.csv"  # the end of a table of boxes
+NOT_OURS = "bounding_boxes.csv"  # the end of the name of a table of boxes
 PATHS = (
     *("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "image_name"),
     *("image_file", "image_id", "img", "img_path", "img_name", "photo", "name", "id"),
@@ -30,9 +30,9 @@ LABELS = (
 )
 SPLITS = ("split", "set", "subset", "partition", "is_valid", "is_validation")
 SEVERAL = ("labels", "classes", "categories", "targets", "tags")  # columns in which a comma separates labels
-MOST_SHOWN = 5  # names in a message
-MOST_DIGITS = 18  # of a label that is a number
-MOST_TRIED = 20  # rows that may name a missing photo before a table is taken for another one
+MOST_SHOWN = 5  # names per message
+MOST_DIGITS = 18  # in a label that is a number
+MOST_TRIED = 20  # rows that may name a missing photo before the table counts as another kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,21 +41,21 @@ class Labelled:
 
     source: FileSource
     layout: str  # in words
-    keys: Names  # N, by which photos are split: no other photo changes them
+    keys: Names  # N, by which photos are split: other photos do not change them
     validates: BoolArray | None = None  # None: not divided
-    label_sets: BoolArray | None = None  # sets x classes, if photos have several labels or none
+    label_sets: BoolArray | None = None  # sets x classes, if photos can have several labels or none
     notes: tuple[str, ...] = ()
 
 
 class Tables(NamedTuple):
-    """Tables of a folder by the part of the data they list: train, validation or all."""
+    """A folder's tables by the part of the data that they list: train, validation or all."""
 
     paths: dict[str, Path]
-    is_named_so: bool = True  # whether their names say that they hold labels
+    is_named_so: bool = True  # whether their names suggest labels
 
 
 def find(place: Path) -> Tables:
-    """train.csv and val.csv, one in each of train/ and val/, labels.csv or the like, or the only one of any name."""
+    """Find train.csv and val.csv, one each in train/ and val/, labels.csv or the like, or the only table."""
     here = _tables(place)
     parts = {
         part: path
@@ -83,15 +83,17 @@ def find(place: Path) -> Tables:
 
 
 def _two(found: dict[str, Path]) -> dict[str, Path]:
-    """The parts of a run; a test table validates if there is no other."""
+    """The tables to train and to validate; a test table validates if there is no other."""
     if "test" in found and "validation" not in found:
         found = {**found, "validation": found["test"]}
     return {part: found[part] for part in ("train", "validation") if part in found}
 
 
 def _tables(place: Path) -> list[Path]:
-    with os.scandir(place) as entries:  # among a million photos, perhaps
-        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(ENDINGS) and entry.is_file())
+    with os.scandir(place) as entries:  # perhaps among a million photos
+        names = sorted(
+            entry.name for entry in entries if entry.name.lower().endswith(ENDINGS) and folder.is_file(entry)
+        )
     return [place / name for name in names if not name.startswith(".") and not name.endswith(NOT_OURS)]
 
 
@@ -106,7 +108,7 @@ def names_photos(place: Path, paths: Mapping[str, Path]) -> bool:
 
 
 def load(place: Path, paths: Mapping[str, Path]) -> Labelled:
-    """The photos that the tables list; names are relative to the folder, or absolute."""
+    """Load the photos that the tables list; names are relative to the folder, or absolute."""
     photos, rows, notes, used = Photos(place), list[Row](), list[str](), list[Path]()
     for part, path in paths.items():
         columns = columns_of(read(path), photos)
@@ -166,13 +168,13 @@ def _rows(columns: "Columns", photos: "Photos", part: str | None) -> Iterator[Ro
 
 
 def _missing(asked: str, place: Path) -> str:
-    """The path of a photo that is not there: the check of all files reports it with the other bad ones."""
+    """The path of a missing photo, which the check of all files reports with the other bad ones."""
     path = os.path.normpath(asked)
     return os.path.normpath(place.absolute() / path) if path.startswith("..") else path
 
 
 def _part(text: str, columns: "Columns", where: str) -> str:
-    """The part of the data that a cell names: train, val, test; or true and false in a column such as is_valid."""
+    """The part of the data that a cell names: train, val or test, or true or false in a column such as is_valid."""
     word = text.lower()
     if columns.part_name.startswith("is_"):
         spellings: dict[str, tuple[str, ...]] = {
@@ -203,10 +205,10 @@ def _check_repeated(rows: Sequence[Row]) -> None:
 
 
 def _numbered(place: Path, rows: Sequence[Row]) -> tuple[tuple[str, ...], BoolArray | None, Any]:
-    """The classes, the label sets if photos have several labels or none, and the class or set of each photo."""
+    """The classes, the label sets if photos can have several labels or none, and each photo's class or set."""
     said = {label for row in rows for label in row.labels}
     are_numbers = all(label.isdecimal() and len(label) <= MOST_DIGITS for label in said)
-    # By number alone, 1 and 01 would keep the set's order, which differs between processes.
+    # By number alone, 1 and 01 would stay in the set's order, which differs between processes.
     classes = sorted(said, key=lambda label: (int(label), label)) if are_numbers else sorted(said)
     numbers = {label: number for number, label in enumerate(classes)}
     names = _class_names(place, classes)
@@ -222,7 +224,7 @@ def _numbered(place: Path, rows: Sequence[Row]) -> tuple[tuple[str, ...], BoolAr
 
 
 def _class_names(place: Path, classes: list[str]) -> tuple[str, ...]:
-    """Names for labels that are the numbers from 0 on, from a file such as classes.txt; else the labels."""
+    """The class names: those in a file such as classes.txt if labels are numbers from 0, else the labels."""
     path = label_file(place) if classes == [str(number) for number in range(len(classes))] else None
     if path is None:
         return tuple(classes)
@@ -231,7 +233,7 @@ def _class_names(place: Path, classes: list[str]) -> tuple[str, ...]:
 
 
 def _rooted(place: Path, photos: list[str]) -> tuple[Path, list[str]]:
-    """The folder of the table and names in it; if some photos are elsewhere, the folder of all of them."""
+    """The table's folder and names in it; if some photos are elsewhere, a folder that holds them all."""
     if not any(os.path.isabs(photo) for photo in photos):  # noqa: PTH117, a million names
         return place, photos
     paths = [os.path.join(place.absolute(), photo) for photo in photos]  # noqa: PTH118, likewise
@@ -240,13 +242,13 @@ def _rooted(place: Path, photos: list[str]) -> tuple[Path, list[str]]:
 
 
 def _keys(place: Path, photos: list[str]) -> Names:
-    """Paths from the table's folder: the root of all photos moves with the first row that names one elsewhere."""
+    """Paths from the table's folder, by which photos are split: one photo elsewhere would change all names."""
     folder_of_table = place.absolute()
     return Names.of([os.path.relpath(each, folder_of_table) if os.path.isabs(each) else each for each in photos])  # noqa: PTH117
 
 
 class Photos:
-    """The photos of a folder, found by what a table calls them."""
+    """Finds a folder's photos by what a table calls them."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -259,7 +261,7 @@ class Photos:
 
     @cached_property
     def by_stem(self) -> dict[str, list[str]]:
-        """By whole name without the extension, and by the last part of the name, with and without it."""
+        """Photos by whole name without the extension, and by the last part of the name, with and without it."""
         found: dict[str, list[str]] = {}
         for name in sorted(self.names):
             last = name.rsplit("/", 1)[-1]
@@ -279,7 +281,7 @@ class Photos:
         return found[0] if found else None
 
     def _meant(self, asked: str, own: str) -> list[str]:
-        """The photos that a text may mean. `own`: the folder of the table's part, where they are looked for first."""
+        """The photos that a text may mean. `own`: the folder of the table's part, which is searched first."""
         path = asked.strip().replace("\\", "/")
         if os.path.isabs(path) and os.path.isfile(path):  # noqa: PTH113, PTH117, a million names
             return [self._relative(path)]
@@ -290,7 +292,7 @@ class Photos:
         if ".." in name.split("/") and os.path.isfile(self.place / name):  # noqa: PTH113
             return [self._relative(os.path.normpath(self.place.absolute() / name))]
         parts = name.split("/")
-        for begin in range(1, len(parts)):  # the table may be deeper than its author's folder
+        for begin in range(1, len(parts)):  # the table may be deeper than in its author's folder
             if "/".join(parts[begin:]) in self.names:
                 return ["/".join(parts[begin:])]
         for spelling in (name, parts[-1]):
@@ -311,8 +313,8 @@ class Columns:
     table: Table
     paths: list[str]
     labels: list[Cell] | None  # None: see marks
-    label_name: str  # of the column; empty without a header
-    marks: dict[str, list[Cell]] | None = None  # class name -> a column of 0 and 1
+    label_name: str  # the column's name; empty without a header
+    marks: dict[str, list[Cell]] | None = None  # class name -> its column of 0 and 1
     parts: list[str] | None = None  # train, val or test of each photo
     part_name: str = ""
 
@@ -328,7 +330,7 @@ class Columns:
 
 
 def _separated(cell: str, column: str) -> list[str]:
-    """The labels in a cell: `cat|outdoor`, `cat;outdoor`, a list; by commas and spaces only where the name says so."""
+    """The labels in a cell: `cat|outdoor`, `cat;outdoor`, a list; commas and spaces separate only in some columns."""
     text = cell.strip()
     if text.startswith("[") and text.endswith("]"):
         try:
@@ -351,7 +353,7 @@ def _is_mark(cell: Cell) -> bool:
 
 
 def columns_of(table: Table, photos: Photos) -> Columns:
-    """Which column is which, by the header, or by what the cells are."""
+    """Work out which column is which, from the header or the cells."""
     if not table.rows:
         raise DataError(f"{table.path}: empty, expected rows of photo and label")
     header = table.names
@@ -363,7 +365,7 @@ def columns_of(table: Table, photos: Photos) -> Columns:
     named = [words.index(name) for name in PATHS if name in words]
     at = _column_of_photos(table, photos, named or range(len(header)))
     if at is None and named:
-        at = named[0]  # the photos are missing, which a later line says
+        at = named[0]  # the photos are missing, which a later message says
     if at is None:
         expected = "a header with a column called path, file_name or image, and one called label"
         raise DataError(f"{table.path}: got the columns {_shown(header)}, expected {expected}")
@@ -390,7 +392,7 @@ def columns_of(table: Table, photos: Photos) -> Columns:
 
 
 def _headed(table: Table, photos: Photos) -> tuple[tuple[str, ...] | None, Table]:
-    """The header of a file, if its first row is one: it names no photo."""
+    """The header and the rest of a table; its first row is a header if it names no photo."""
     first = [_text(cell) for cell in table.rows[0]]
     if any(map(photos.knows, first)):
         return None, table
@@ -398,7 +400,7 @@ def _headed(table: Table, photos: Photos) -> tuple[tuple[str, ...] | None, Table
 
 
 def _unnamed(table: Table, photos: Photos) -> Columns:
-    """Rows without a header: photo and label, then perhaps train or val."""
+    """The columns of a table without a header: photo and label, then perhaps train or val."""
     at = _column_of_photos(table, photos, range(len(table.rows[0])))
     assert at is not None, "a table without a header starts with a photo"
     rest = [column for column in range(len(table.rows[0])) if column != at]
@@ -418,7 +420,7 @@ def _unnamed(table: Table, photos: Photos) -> Columns:
 
 
 def _column_of_photos(table: Table, photos: Photos, among: Sequence[int]) -> int | None:
-    """The first column of which one of the first cells names a photo."""
+    """The first column with a photo's name in one of its first cells."""
     for column in among:
         cells = (row[column] for row in table.rows[:MOST_TRIED])
         if any(isinstance(cell, str) and photos.knows(cell) for cell in cells):

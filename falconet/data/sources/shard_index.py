@@ -20,8 +20,8 @@ LABEL_FILES = (
 )
 
 
-MOST_CLASSES = 1_000_000  # a larger label means a damaged file
-COLUMNS = {  # typecode while growing, and final type
+MOST_CLASSES = 1_000_000  # a larger label means that a file is damaged
+COLUMNS = {  # type code while growing, and final type
     "shards": ("i", np.int32),
     "begins": ("q", np.int64),
     "sizes": ("I", np.uint32),
@@ -34,7 +34,7 @@ BLOCKS = {"names": np.uint8, "offsets": np.int64, "boxes": np.float32, "firsts":
 
 
 class Gathered:
-    """Images found so far, as columns of numbers and blocks of names and boxes instead of one Python object each."""
+    """Images found so far, in columns of numbers and blocks of names and boxes rather than one Python object each."""
 
     def __init__(self, *columns: str) -> None:
         self._columns = {name: array(COLUMNS[name][0]) for name in columns}
@@ -45,7 +45,7 @@ class Gathered:
         return len(self._columns["labels"])
 
     def add(self, **values: int) -> None:
-        """One number for each column."""
+        """Add an image: one number for each column."""
         for name, column in self._columns.items():
             column.append(values[name])
 
@@ -70,7 +70,7 @@ class Gathered:
 def source_of(
     arrays: dict[str, Array], split: str, *, paths: Sequence[Path], class_names: tuple[str, ...]
 ) -> ShardSource:
-    """The source of one split; names, checksums, skips, lengths and boxes are optional columns."""
+    """Make the source of one split; names, checksums, skips, lengths and boxes are optional columns."""
 
     def part(name: str) -> Array | None:
         return arrays.get(f"{split}.{name}")
@@ -128,18 +128,18 @@ def splits_of(train: ShardSource, validation: ShardSource, *, layout: str) -> Sp
 
 
 def label_file(data_dir: Path) -> Path | None:
-    """The file next to the shards with the class names, one per line in the order of the labels."""
+    """The file beside the shards that has the class names, one per line, in the order of the labels."""
     return next((data_dir / name for name in LABEL_FILES if (data_dir / name).is_file()), None)
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """The class names in the text of such a file."""
-    # Not splitlines: it also ends lines at U+2028 and the like, which a name may have, and would move the later labels.
+    """The class names in the text of a label file."""
+    # Not splitlines: it also ends lines at U+2028 and the like, which a name may have, and so would shift later labels.
     return tuple(line.strip() for line in text.split("\n") if line.strip())
 
 
 def class_names(data_dir: Path, *, count: int, known: Sequence[str] = ()) -> tuple[str, ...]:
-    """From a file next to the shards, else from the shards themselves, else the numbers."""
+    """The class names from a file beside the shards, else from the shards, else the numbers."""
     path = label_file(data_dir)
     if path is not None:
         try:

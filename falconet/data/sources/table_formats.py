@@ -1,4 +1,4 @@
-"""Tables as they are written: CSV, TSV, JSON lines, JSON, and COCO's annotations."""
+"""Formats of tables: CSV, TSV, JSON lines, JSON, and COCO's annotations."""
 
 import csv
 import io
@@ -20,13 +20,13 @@ class Table(NamedTuple):
     """A table as it was written."""
 
     path: Path
-    names: tuple[str, ...] | None  # of the columns, if the format has them
+    names: tuple[str, ...] | None  # the columns' names, if the format has them
     rows: list[list[Cell]]
     lines: list[int]  # where each row was
 
 
 def read(path: Path) -> Table:
-    """All rows of a file, by its ending."""
+    """Read all rows of a file, in the format that its ending names."""
     try:
         with open_regular(path) as file:
             text = file.read().decode("utf-8-sig")
@@ -92,7 +92,7 @@ def _cell(value: Any) -> Cell:
 
 
 def _from_json(path: Path, text: str) -> Table:
-    """COCO's annotations, a list of rows, or a mapping from photo to label."""
+    """Read COCO's annotations, a list of rows, or a mapping from photo to label."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -107,7 +107,7 @@ def _from_json(path: Path, text: str) -> Table:
 
 
 def _from_coco(path: Path, content: Mapping[str, Any]) -> Table:
-    """A photo's labels are the categories of its objects; a photo without one has none."""
+    """Read COCO's annotations: a photo's labels are its objects' categories; without objects it has none."""
     try:
         categories = {each["id"]: str(each["name"]) for each in content["categories"]}
         labels: dict[Any, list[str]] = {each["id"]: [] for each in content["images"]}

@@ -31,15 +31,15 @@ SPLIT = re.compile(r"(?:^|[^a-z])(train|training|val|valid|validation)(?:[^a-z]|
 LABELS = ("cls", "json", "txt")  # extensions of label files, in order of precedence
 JSON_KEYS = ("label", "cls", "class", "class_id")
 COLUMNS = ("shards", "begins", "sizes", "labels")
-MOST_LABEL = 1 << 20  # bytes of a label file
-MOST_IMAGE = 1 << 30  # bytes of an image
-MOST_DIGITS = 18  # of a label that is a number
+MOST_LABEL = 1 << 20  # bytes in a label file
+MOST_IMAGE = 1 << 30  # bytes in an image
+MOST_DIGITS = 18  # in a label that is a number
 # What tarfile raises for damaged bytes, besides OSError.
 DAMAGE = (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError)
 
 
 def find(data_dir: Path) -> dict[str, list[Path]]:
-    """The archives of each split, by name, from the folder itself or from train/ and val/ in it."""
+    """Find each split's archives, by name, in the folder itself or in its train/ and val/."""
     found: dict[str, list[Path]] = {"train": [], "validation": []}
     for folder in (data_dir, *(data_dir / name for name in ("train", "val", "validation"))):
         for path in sorted(folder.glob("*.tar")) if folder.is_dir() else ():
@@ -50,7 +50,7 @@ def find(data_dir: Path) -> dict[str, list[Path]]:
 
 
 def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
-    """Labels are numbers from 0, or class names, which are then sorted."""
+    """Read archives whose labels are numbers from 0, or class names, which are then sorted."""
     for split, paths in shards.items():
         if not paths:
             raise DataError(f"{data_dir}: tar archives, but none with {split} in its name")
@@ -74,7 +74,7 @@ def load(data_dir: Path, shards: dict[str, list[Path]]) -> Splits:
 
 @dataclass
 class Sample:
-    """The members with one key."""
+    """The members that share a key."""
 
     key: str
     image: tarfile.TarInfo | None = None
@@ -83,7 +83,7 @@ class Sample:
 
 def _search(data_dir: Path, shards: dict[str, list[Path]], watched: list[Path]) -> Found:
     gathered = {split: Gathered(*COLUMNS) for split in shards}
-    said: dict[str, int] = {}  # label as written -> its number in the order found
+    said: dict[str, int] = {}  # label as written -> its number, in the order found
     with Counting(f"indexing {data_dir}", quiet=not is_first(os.environ)) as counting:
         for split, paths in shards.items():
             for number, path in enumerate(paths):
@@ -125,7 +125,7 @@ def _classes(data_dir: Path, said: list[str]) -> tuple[list[str], Array]:
 
 
 def _label(path: Path, sample: Sample) -> str:
-    """A number in decimal digits, or the name of a class."""
+    """A sample's label: a number in decimal digits, or the name of a class."""
     for ending in LABELS:
         text = sample.labels.get(ending)
         if text is None:
@@ -149,13 +149,13 @@ def _from_json(text: str) -> str:
 
 
 def _samples(path: Path) -> Iterator[Sample]:
-    """Adjacent members with the same key, which is the name up to its first dot."""
+    """Samples: adjacent members with the same key, which is the name up to its first dot."""
     sample: Sample | None = None
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # which would otherwise grow by a kilobyte per member
-                if member.size < 0 or archive.offset <= member.offset:  # would loop for ever
+                if member.size < 0 or archive.offset <= member.offset:  # would loop forever
                     raise tarfile.ReadError(f"a member of {member.size} bytes")
                 folder, _, name = member.name.rpartition("/")
                 stem, _, ending = name.partition(".")
@@ -184,7 +184,7 @@ def _samples(path: Path) -> Iterator[Sample]:
 
 
 def _check_end(archive: tarfile.TarFile) -> None:
-    """Require zeros or nothing after the last member: tarfile also ends silently at a damaged header."""
+    """Require zeros or nothing after the last member, because tarfile also ends silently at a damaged header."""
     assert archive.fileobj is not None
     archive.fileobj.seek(archive.offset)
     if any(archive.fileobj.read(tarfile.BLOCKSIZE)):
@@ -192,7 +192,7 @@ def _check_end(archive: tarfile.TarFile) -> None:
 
 
 def _check_plain(path: Path, member: tarfile.TarInfo) -> None:
-    """Require one stretch of the file, no longer than an image can be."""
+    """Require a member in one stretch of the file, no longer than an image may be."""
     end = member.offset_data + member.size
     if member.issparse() or member.size > MOST_IMAGE or end > path.stat().st_size:
         raise DataError(f"{path}: {member.name}: sparse or too large, or the archive is cut short")

@@ -37,29 +37,29 @@ SYNSET, TEXT = b"image/class/synset", b"image/class/text"
 SIDES = tuple(b"image/object/bbox/" + side for side in (b"xmin", b"ymin", b"xmax", b"ymax"))
 READ_FEATURES = frozenset((SYNSET, TEXT, *SIDES))
 MOST_KEY = 64  # bytes
-MOST_SHOWN = 12  # keys in a message
+MOST_SHOWN = 12  # keys per message
 
-MOST_SMALL = 1 << 20  # bytes of a feature that is not the image
-MOST_FIELDS = 100_000  # of a record; ImageNet's have about 60, and five per object
-WINDOW = 4096  # bytes read at once; usually all of a record except the image fits
+MOST_SMALL = 1 << 20  # bytes in a feature other than the image
+MOST_FIELDS = 100_000  # per record; ImageNet's have about 60, and five per object
+WINDOW = 4096  # bytes read at once; usually enough for a record without its image
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 Read = Callable[[int, int], bytes]  # offset, count
 
 
 class MalformedError(Exception):
-    """Bytes that are not an Example; the text is the reason in a few words."""
+    """Bytes that are not an Example; the text gives the reason in a few words."""
 
 
 class KeyAbsentError(MalformedError):
-    """An Example without one of the keys looked for."""
+    """An Example that lacks one of the expected keys."""
 
 
 class MissingKeyError(DataError):
-    """Records with other keys than those looked for."""
+    """Records with other keys than the expected ones."""
 
 
 class Keys(NamedTuple):
-    """What the maker of the records called the features."""
+    """The keys of the features, as the maker of the records called them."""
 
     image: str = "image/encoded"
     label: str = "image/class/label"
@@ -77,7 +77,7 @@ class Example(NamedTuple):
 
 
 def parse_example(read: Read, size: int, keys: Keys = USUAL) -> Example:
-    """The Example in a record of `size` bytes."""
+    """Parse the Example in a record of `size` bytes."""
     image_key, label_key = keys.image.encode(), keys.label.encode()
     image: list[tuple[int, int]] | None = None
     small: dict[bytes, bytes] = {}  # all features except the image
@@ -87,7 +87,7 @@ def parse_example(read: Read, size: int, keys: Keys = USUAL) -> Example:
         for inner, entry, entry_end in fields.of(begin, end) if number == 1 else ():
             key, place, place_end = _entry(fields, entry, entry_end) if inner == 1 else (b"", 0, 0)
             if key == image_key:
-                image = list(islice(_values(fields, place, place_end, kind=1), 2))  # a second one is too many
+                image = list(islice(_values(fields, place, place_end, kind=1), 2))  # a second value is too many
             elif key == label_key or key in READ_FEATURES:
                 small[key] = read(place, min(place_end - place, MOST_SMALL))
             if inner == 1 and len(others) < MOST_SHOWN:
@@ -119,11 +119,11 @@ def _boxes(small: dict[bytes, bytes]) -> BoxArray:
 
 
 def _entry(fields: "Fields", begin: int, end: int) -> tuple[bytes, int, int]:
-    """Key and value range of one entry of the map."""
+    """The key of a map entry, and the range of its value."""
     key, place = b"", (end, end)
     for number, inner, inner_end in fields.of(begin, end):
         if number == 1:
-            key = fields.read(inner, min(inner_end - inner, MOST_KEY))  # longer keys are not ours
+            key = fields.read(inner, min(inner_end - inner, MOST_KEY))  # a longer key is none of ours
         elif number == 2:
             place = (inner, inner_end)
     return (key, *place)
@@ -138,7 +138,7 @@ def _values(fields: "Fields", begin: int, end: int, *, kind: int) -> Iterator[tu
 
 
 def _lists(data: bytes, *, kind: int) -> list[bytes]:
-    """The values of a Feature that was already read."""
+    """The values in a Feature that has been read already."""
     places = _values(Fields(lambda at, count: data[at : at + count]), 0, len(data), kind=kind)
     return [data[begin:end] for begin, end in places]
 
@@ -163,14 +163,14 @@ def _floats(data: bytes) -> list[float]:
 
 
 class Fields:
-    """The fields of messages, found one after the other, and of a record not more than an image can have."""
+    """Finds the fields of messages, one after the other, within a limit for each record."""
 
     def __init__(self, read: Read) -> None:
         self.read = read
         self._left = MOST_FIELDS
 
     def of(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Number, begin and end of each field of a message; for a plain number, of its encoding."""
+        """The number, begin and end of each field in a message; for a plain number, those of its encoding."""
         while begin < end:
             self._left -= 1
             if self._left < 0:
@@ -194,7 +194,7 @@ class Fields:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and the offset after it."""
+    """A varint's value, and the offset after it."""
     value = shift = 0
     while at < len(data) and shift < 70:
         byte = data[at]
@@ -210,11 +210,11 @@ OTHER_NAME = re.compile(r".*(?:\.tfrecords?(?:-\d{5}-of-\d{5})?|-\d{5}-of-\d{5}\
 PART = re.compile(r"(?:^|[^a-z])(train|training|val|valid|validation|test|testing)(?=[^a-z]|$)")
 SHARD = re.compile(r"(\d{5})-of-(\d{5})")
 HEAD, TAIL = 12, 4  # bytes before and after a record's data
-LARGEST = 1 << 30  # bytes of a record; a greater length means a damaged file
+LARGEST = 1 << 30  # bytes in a record; a greater length means that the file is damaged
 
 
 def find(data_dir: Path) -> dict[str, list[Path]]:
-    """The shards of each split, in order, from the folder itself or from train/ and validation/ in it."""
+    """Find each split's shards, in order, in the folder itself or in its train/ and validation/."""
     found: dict[str, list[Path]] = {"train": [], "validation": [], "test": []}
     for place in (data_dir, *(data_dir / name for name in folder.split_folders(data_dir).values())):
         for path in sorted(place.iterdir()):
@@ -230,7 +230,7 @@ def find(data_dir: Path) -> dict[str, list[Path]]:
 
 
 def load(data_dir: Path, shards: dict[str, list[Path]], keys: Keys = USUAL) -> Splits:
-    """Labels start at 0, or at 1 if none of them is 0. Class names: a file, else synset or text, else the numbers."""
+    """Read records. Labels start at 0, or at 1 if none is 0. Class names: a file, else synset or text, else numbers."""
     for split, paths in shards.items():
         _check_complete(data_dir, split, paths)
     every = [path for paths in shards.values() for path in paths]
@@ -251,7 +251,7 @@ def load(data_dir: Path, shards: dict[str, list[Path]], keys: Keys = USUAL) -> S
 
 
 def _check_complete(data_dir: Path, split: str, paths: list[Path]) -> None:
-    """Require all shards: `-of-01024` gives their number."""
+    """Require every shard of a split: `-of-01024` gives their number."""
     if not paths:
         raise DataError(f"{data_dir}: TFRecords, but none named {split}-00000-of-...")
     numbers = [match for match in (SHARD.search(path.name) for path in paths) if match]
@@ -271,7 +271,7 @@ def _check_complete(data_dir: Path, split: str, paths: list[Path]) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    begin: int  # of its data
+    begin: int  # where its data begins
     size: int
     checksum: int
     example: Example
@@ -325,7 +325,7 @@ def _records(path: Path, keys: Keys) -> Iterator[Record]:
 
 
 def _record(file: int, path: Path, at: int, total: int, keys: Keys) -> Record:
-    """One record, read without its image."""
+    """Read one record, without its image."""
     window = pread(file, at, HEAD + WINDOW)
     if len(window) < HEAD:
         raise DataError(f"{path}: ends within the record at byte {at}; cut short?")

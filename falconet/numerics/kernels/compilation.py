@@ -1,4 +1,4 @@
-"""Kernels compiled side by side before they run; Triton alone compiles each when it is first launched, on one core."""
+"""Kernels compiled in parallel before they run; Triton alone compiles each at its first launch, on one core."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ Rehearse = Callable[[], None]  # launches kernels as a later pass will, on tenso
 
 @dataclass(frozen=True)
 class Launch:
-    """What a kernel is compiled for."""
+    """The arguments for which a kernel is compiled."""
 
     kernel: Any
     args: Sequence[Any]
@@ -32,13 +32,13 @@ class Launch:
     loads: bool = False  # the first with arguments of these types, for which Triton 3.6 builds a launcher in C
 
     def compile(self) -> None:
-        """Nothing runs: of tensors, Triton looks at the type and at the address's alignment."""
+        """Compile without running: Triton looks only at the type of tensors and the alignment of their addresses."""
         self.kernel.run(*self.args, grid=(1,), warmup=True, **self.named)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """How a process compiles kernels ahead; processes that run the same on one host take a share each."""
+    """The means to compile kernels ahead; processes on one host that need the same ones share the work."""
 
     workers: int  # threads: Triton's passes, LLVM and ptxas run without Python's lock
     report: Callable[[int], None]  # gets the number of kernels if they take longer than PATIENCE
@@ -50,7 +50,7 @@ class Compilation:
     def ahead(self, rehearse: Rehearse) -> None:
         """Compile every kernel that `rehearse` launches and this process has not loaded yet.
 
-        One that cannot be compiled is left to its first launch, which raises the compiler's error.
+        A kernel that cannot be compiled is left to its first launch, which raises the compiler's error.
         """
         found: list[Launch] = []
         try:
@@ -85,7 +85,7 @@ class Compilation:
 
 
 class _Pool(ThreadPoolExecutor):
-    """Threads that compile, and load what they are told to: then its launcher is built here, too."""
+    """Threads that compile kernels and, on request, load them, which builds their launchers, too."""
 
     loads = False
 
@@ -108,9 +108,9 @@ def _set_device(number: int) -> None:
 
 @contextmanager
 def _recorded(found: list[Launch]) -> Iterator[None]:
-    """Add the kernels that are launched within, each once, instead of launching them.
+    """Record the kernels that are launched in this context, each once, instead of launching them.
 
-    Launches by this thread count, and those that a backward pass makes in threads of torch's, on tensors without
+    Launches by this thread count, and those that a backward pass makes in torch's threads on tensors without
     memory. Other threads, such as those that resize photos on the device, launch theirs meanwhile.
     """
     seen: set[tuple[int, Any]] = set()
@@ -127,7 +127,7 @@ def _recorded(found: list[Launch]) -> Iterator[None]:
         return launched(kernel, *now[thread].args, grid=grid, warmup=True, **pairs)
 
     def missing(*, key: Any, fn: Any, compile: Any, is_manual_warmup: bool, **_: Any) -> bool:
-        """Called by Triton for a kernel that this process has not loaded; true: do not compile it now."""
+        """Record a kernel that this process has not loaded; called by Triton, and true means: do not compile it now."""
         place, signature = (id(fn.jit_function), key), tuple(compile["signature"].values())
         if is_manual_warmup and place not in seen:
             found.append(replace(now[threading.get_ident()], loads=signature not in types))
@@ -143,7 +143,7 @@ def _recorded(found: list[Launch]) -> Iterator[None]:
 
 
 class _StandIn(triton.MockTensor):  # type: ignore[misc]  # it has no types
-    """In the place of a tensor, whose memory is not kept. One without memory lies where torch would put it."""
+    """A stand-in for a tensor, without its memory. For one without memory, the address is what torch would choose."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.dtype)
@@ -160,7 +160,7 @@ def _stand_in(value: Any) -> Any:
 
 @contextmanager
 def _counted() -> Iterator[list[str]]:
-    """The kernels that need no compilation, because an earlier start's are on disk."""
+    """The kernels that need no compilation, because an earlier start left them on disk."""
     kept: list[str] = []
     listener = knobs.compilation.listener
 

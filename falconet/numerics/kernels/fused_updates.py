@@ -36,7 +36,7 @@ def _mix(x):  # uint32
 
 @triton.jit
 def _round_float16(x, noise):
-    """`rounding._round_float16`, signs and overflow included, as an fp32 number that fp16 has."""
+    """`rounding._round_float16`, including signs and overflow; the fp32 result is exact in fp16."""
     pattern = x.to(tl.uint32, bitcast=True)
     magnitude = pattern & 0x7FFFFFFF
     exponent = (magnitude >> 23).to(tl.int32)
@@ -83,7 +83,7 @@ def _store(pointer, value, offsets, elements, mixed, ROUNDED: tl.constexpr, MASK
 
 @triton.jit
 def _logical(offsets, row):
-    """From the position in memory to the logical index of the element."""
+    """The logical index of the element at a position in memory."""
     numbers = offsets.to(tl.uint32)
     pixels = tl.load(row + 7).to(tl.uint32)
     if pixels > 1:  # channels last
@@ -97,13 +97,13 @@ def _logical(offsets, row):
 
 @triton.jit
 def _divided(numbers, row):
-    """`tensor_table._division`."""
+    """Numbers divided as by `tensor_table._division`."""
     return tl.umulhi(numbers, tl.load(row).to(tl.uint32)) >> tl.load(row + 1).to(tl.uint32)
 
 
 @triton.jit
 def _apply(w, g, s, t, lr, own1, own2, decay, k1, k2, k3, k4, k5, RULE: tl.constexpr, TYPE: tl.constexpr):
-    """The functions of `update_rules.py`, step by step; `own` numbers are a tensor's, `k` numbers the rule's."""
+    """The functions of `update_rules.py`, step by step; `own` numbers belong to a tensor, `k` numbers to the rule."""
     if RULE == "descent":
         w = w - (g + w * decay) * lr
     elif RULE == "momentum_descent":  # k1: momentum
@@ -232,7 +232,7 @@ def launch(
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """Constants of coefficient * |w| / (|g| + decay * |w| + eps)."""
+    """The constants of coefficient * |w| / (|g| + decay * |w| + eps)."""
 
     coefficient: float
     decay: float
@@ -246,7 +246,7 @@ def _add(a, b):  # as tl.sum, which is compiled when Triton is imported, so that
 
 @triton.jit
 def _squares(rows, chunks, parts, TYPE: tl.constexpr, GRAD: tl.constexpr, CHUNK: tl.constexpr):
-    """The sums of squares of one chunk of the weight and of its gradient."""
+    """Sum the squares of one chunk of the weight and of its gradient."""
     program = tl.program_id(0)
     row = rows + tl.load(chunks + 2 * program) * _COLUMNS
     weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(TYPE)), 16)
@@ -266,7 +266,7 @@ def _squares(rows, chunks, parts, TYPE: tl.constexpr, GRAD: tl.constexpr, CHUNK:
 
 @triton.jit
 def _ratios(parts, firsts, scale, own, coefficient, decay, eps, AT_ONCE: tl.constexpr):
-    """The trust ratio of one tensor, from the sums of its chunks, added in a fixed order."""
+    """Compute the trust ratio of one tensor from the sums of its chunks, added in a fixed order."""
     tensor = tl.program_id(0)
     begin, end = tl.load(firsts + tensor), tl.load(firsts + tensor + 1)
     lanes = tl.arange(0, AT_ONCE)

@@ -1,4 +1,4 @@
-"""Tables of many tensors for one kernel launch: their addresses, and the chunks that they are cut into."""
+"""Tables of many tensors for one kernel launch: their addresses, and the chunks into which they are cut."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ KEPT = 64  # sets of addresses; gradients use the same few places update after u
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of one type that one launch updates; states and gradients have the memory layout of the weights."""
+    """Tensors of one type for one launch; states and gradients have the memory layout of the weights."""
 
     weights: Sequence[Tensor]
     grads: Sequence[Tensor]
@@ -31,7 +31,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """What all tensors of an update share; 0-d tensors on the device, so that a captured graph sees changes."""
+    """Numbers shared by all tensors of an update, 0-d on the device so that a captured graph sees changes."""
 
     lr: Tensor  # fp32
     scale: Tensor  # fp32: gradients are divided by it
@@ -60,11 +60,11 @@ class Tables:
     _spare: dict[int, list[Tensor]] = field(default_factory=dict)  # by size; a capture cannot allocate pinned memory
 
     def begin(self) -> None:
-        """Start an update. A graph has tables of its own: where they lie, another graph may write other things."""
+        """Start an update. A graph has its own tables, because other graphs may write to the same memory."""
         self._now.clear()
 
     def chunks(self, group: Group) -> Tensor:
-        """(row, chunk of that row) for each program, int32."""
+        """The row, and the chunk of that row, for each program, int32."""
         sizes = tuple(w.numel() for w in group.weights)
         if sizes not in self._chunks:
             pairs = [(row, part) for row, size in enumerate(sizes) for part in range(-(-size // self.chunk))]
@@ -80,7 +80,7 @@ class Tables:
         return self._firsts[sizes]
 
     def rows(self, group: Group) -> Tensor:
-        """One row per weight, int64; the host does not wait."""
+        """The table with one row per weight, int64; the host does not wait."""
         flat, device = tuple(value for row in _rows(group) for value in row), group.weights[0].device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._in_graph(flat, device).there
@@ -103,7 +103,7 @@ class Tables:
         return made
 
     def _spare_one_each(self, size: int) -> None:
-        """Have host memory for as many tables of this size as the update has had so far."""
+        """Keep host memory for as many tables of this size as the update has had so far."""
         spare, needed = self._spare.setdefault(size, []), sum(len(each) == size for each in self._now)
         while len(spare) < needed:
             spare.append(torch.empty(size // COLUMNS, COLUMNS, dtype=torch.int64).pin_memory())
@@ -116,7 +116,7 @@ def _table(flat: tuple[int, ...]) -> Tensor:
 def same_layout(grad: Tensor, *, like: Tensor) -> Tensor:
     """`grad` in the memory layout of `like`, aligned for the kernels.
 
-    It is a copy only where a backward pass broke autograd's layout contract, or gave a part of a larger tensor: a fused
+    It is a copy only if a backward pass broke autograd's layout contract, or gave a part of a larger tensor: a fused
     norm's gradients of weight and bias are two rows of one.
     """
     if grad.stride() == like.stride() and grad.data_ptr() % ALIGNMENT == 0:
@@ -145,9 +145,9 @@ def _rows(group: Group) -> list[list[int]]:
 
 
 def _division(by: int) -> tuple[int, int]:
-    """Multiplier and shift: n // by is the upper half of the 64-bit n * multiplier, shifted, for any n below 2^31.
+    """A multiplier and a shift: n // by is the upper half of the 64-bit n * multiplier, shifted, for any n below 2^31.
 
-    GPUs emulate division; twice per element that would cost as much as all of the noise.
+    GPUs emulate division; twice per element, that would take as long as all of the noise.
     """
     shift = (by - 1).bit_length()
     return -(-(1 << (31 + shift)) // by), shift - 1

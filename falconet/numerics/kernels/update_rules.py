@@ -104,5 +104,5 @@ def adamw(w: Tensor, g: Tensor, m: Tensor, r: Tensor, *, lr: Number, decay: floa
 
 
 def _root(x: Tensor) -> Tensor:
-    """Correctly rounded: on CPUs torch's fp32 root is wrong in the last bit for one number in five."""
+    """The correctly rounded root: torch's fp32 root on CPUs is wrong in the last bit for one number in five."""
     return torch.sqrt(x.double()).to(x.dtype)

@@ -1,7 +1,7 @@
 """Compiles the gRPC interface with grpcio-tools: `python -m falconet.serve.interface.descriptors`.
 
 The result describes the messages; classes are made from it when the server starts. The usual generated modules would
-register the names of the interface for the whole process, where the official client's own registration then fails.
+register the interface's names for the whole process, and the official client's own registration would then fail.
 
 It imports only the standard library: the package's build runs this file before anything is installed.
 """
@@ -21,7 +21,7 @@ class CannotBuildError(Exception):
 
 
 class NotBuiltError(Exception):
-    """There is no compiled interface; the text says how to make one."""
+    """No compiled interface exists; the text says how to make one."""
 
 
 def _sources() -> list[Path]:
@@ -29,7 +29,7 @@ def _sources() -> list[Path]:
 
 
 def compiled() -> str:
-    """The name of the compiled interface; it has a digest of the sources, so that it cannot be stale."""
+    """The compiled interface's file name, with a digest of the sources, so that it cannot be stale."""
     total = hashlib.sha256()
     for path in _sources():
         total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -37,7 +37,7 @@ def compiled() -> str:
 
 
 def read() -> bytes:
-    """The compiled interface, a serialized FileDescriptorSet."""
+    """Read the compiled interface, a serialized FileDescriptorSet."""
     try:
         return (HERE / compiled()).read_bytes()
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def build(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=made.parent, prefix=".interface-"
-    ) as scratch:  # renamed, so the same file system
+    ) as scratch:  # in the same file system, to be renamed
         staged = Path(scratch) / made.name
         line = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--descriptor_set_out={staged}"]
         names = [path.name for path in _sources()]

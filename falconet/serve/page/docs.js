@@ -6,7 +6,7 @@ const ui = SwaggerUIBundle({
   deepLinking: true,
   defaultModelsExpandDepth: 0,
   displayRequestDuration: true,
-  validatorUrl: null, // else it sends the address of the description to a public server
+  validatorUrl: null, // otherwise it sends the description's address to a public server
   onComplete() {
     const key = sessionStorage.getItem("falconet-api-key");
     if (key) ui.preauthorizeApiKey("bearer", key);

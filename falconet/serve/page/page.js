@@ -5,11 +5,11 @@ import { health, key, metadata, models, predict, predictAddress, Refused, Unreac
 import { counted, csv, percent, record, sentence } from "./words.js";
 
 const AT_ONCE = 3; // requests; the server gathers them into batches
-const MOST_CLASSES = 20; // asked for; those after the first few are shown on demand
-const TRIES = 8; // of a photo for which the server is too busy
-const LONGEST_WAIT = 30; // seconds before such a try
+const MOST_CLASSES = 20; // requested; all after the first few are shown on demand
+const TRIES = 8; // per photo while the server is too busy
+const LONGEST_WAIT = 30; // seconds before another try
 const SPOKEN = 5; // photos sent together whose results a screen reader hears one by one
-const LOOK = { well: 15_000, unwell: 3_000 }; // milliseconds between two looks at the server's health
+const LOOK = { well: 15_000, unwell: 3_000 }; // milliseconds between checks of the server's health
 
 const at = (id) => document.getElementById(id);
 const photos = []; // in the order of the page
@@ -17,7 +17,7 @@ const waiting = []; // photos to send
 const sending = new Set();
 const served = { list: [], chosen: undefined, classes: SHOWN };
 let batch = { size: 0, done: 0 }; // since nothing was left to send
-let pausedUntil = 0; // a time at which an overloaded server expects the next photo
+let pausedUntil = 0; // when an overloaded server expects the next photo
 let state = "unknown"; // of the server
 let isLocked = false; // until a key is given
 
@@ -197,7 +197,7 @@ async function list({ asking = false } = {}) {
   } catch (error) {
     isLocked = error.status === 401;
     if (isLocked && asking && (await askForKey(error))) return list({ asking });
-    notice(isLocked ? "This server answers only with its API key." : sentence(error.message));
+    notice(isLocked ? "This server requires its API key." : sentence(error.message));
     return undefined;
   }
   const ready = served.list.filter((one) => one.state === "READY");
@@ -206,7 +206,7 @@ async function list({ asking = false } = {}) {
   const chosen = ready.find((one) => same(one) && one.version === served.chosen.version) ?? ready.find(same) ?? ready[0];
   offer(ready, chosen);
   if (chosen && state !== "not ready") notice("");
-  else notice(chosen ? "The server is not ready: it is starting, stopping, or its device fails." : "No model is loaded.");
+  else notice(chosen ? "The server is not ready: it is starting or stopping, or its device is failing." : "No model is loaded.");
   return choose(chosen);
 }
 
@@ -242,7 +242,7 @@ async function choose(model) {
   } catch (error) {
     if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
     at("about").textContent = "";
-    served.classes = SHOWN; // what the server gives when it is not told
+    served.classes = SHOWN; // the server's default
   }
 }
 
@@ -258,7 +258,7 @@ let asked; // the answer to the dialog that is open
 function askForKey({ used }) {
   const dialog = at("key-dialog");
   asked ??= new Promise((resolve) => {
-    at("key-why").textContent = used ? "The server does not accept this key." : "This server answers only with its key.";
+    at("key-why").textContent = used ? "The server does not accept this key." : "This server requires its API key.";
     at("key").value = "";
     dialog.returnValue = "";
     dialog.addEventListener("close", () => resolve(dialog.returnValue === "given"), { once: true });

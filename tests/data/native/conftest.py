@@ -1,4 +1,4 @@
-"""The library under test, photographs to try it on, and a small JPEG encoder for what Pillow does not write."""
+"""The library under test, photographs for it, and a small JPEG encoder for what Pillow does not write."""
 
 import io
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from falconet.data.native.binding import Library
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    """Built if it is missing or stale; tests are skipped only where there is no compiler."""
+    """The library, built if it is missing or stale; tests are skipped only if there is no compiler."""
     try:
         compiler.find_compiler()
     except compiler.CannotBuildError as error:
@@ -30,7 +30,7 @@ def library() -> Library:
 
 
 def make_photo(width: int, height: int, seed: int) -> Image.Image:
-    """Gradients, coloured shapes and noise of several grains: smooth parts, edges and texture, as photographs have."""
+    """Gradients, coloured shapes and noise of several grains: smooth parts, edges and texture, as in photographs."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0 : 1 : height * 1j, 0 : 1 : width * 1j]
     pixels = np.zeros((height, width, 3))
@@ -62,7 +62,7 @@ def photo() -> Callable[[int, int, int], Image.Image]:
 
 @pytest.fixture(scope="session")
 def jpeg() -> Callable[..., bytes]:
-    """Bytes of an image as Pillow writes them."""
+    """A function that encodes an image with Pillow."""
 
     def written(image: Image.Image, **options) -> bytes:
         file = io.BytesIO()

@@ -18,7 +18,7 @@ WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wno-sign-conversio
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """The package's native folder copied, so that a test may spoil it."""
+    """A copy of the package's native folder, which a test may spoil."""
     here = tmp_path / "native"
     shutil.copytree(compiler.HERE, here)
     monkeypatch.setattr(compiler, "HERE", here)

@@ -127,7 +127,7 @@ def test_only_the_row_of_the_image_is_written(library, tmp_path, photo, jpeg):
 @pytest.mark.run
 @pytest.mark.parametrize("reduction", [1, 2, 4, 8, 16, 24])
 def test_large_photos_are_reduced_while_decoding_and_still_agree(library, tmp_path, photo, jpeg, reduction):
-    """A half, quarter or eighth of the transform from 4, 8 or 16 times the output on."""
+    """The transform is reduced to a half, quarter or eighth from 4, 8 or 16 times the output on."""
     size, agreement = 40, []
     for seed, sampling in enumerate((0, 1, 2)):
         side = size * reduction + 13
@@ -167,7 +167,7 @@ def test_the_portable_code_gives_the_same_bytes(library, tmp_path, photo, jpeg, 
 
 
 def test_a_workspace_forgets_the_previous_image(library, tmp_path, photo, jpeg, odd_jpeg):
-    """Tables, planes and restart positions are used again, whatever was decoded before."""
+    """Its tables, planes and restart positions are reused, whatever was decoded before."""
     images = [
         jpeg(photo(300, 200, 1), quality=95, subsampling=0),
         jpeg(photo(60, 90, 2).convert("L"), quality=30),
@@ -246,7 +246,7 @@ def test_a_crop_beyond_the_data_is_damaged(library, tmp_path, photo, jpeg):
 
 
 def test_a_hole_in_the_scan_is_noticed(library, tmp_path, odd_jpeg, photo):
-    """A run of ones is no code of the standard's tables: refused, in the crop and before it."""
+    """A run of ones is no code in the standard's tables: it is refused, in the crop and before it."""
     data = odd_jpeg(photo(64, 64, 1), ((1, 1), (1, 1), (1, 1)))
     start = data.index(b"\xff\xda") + 14
     broken = data[: start + 60] + b"\xff\x00" * 8 + data[start + 76 :]
@@ -254,7 +254,7 @@ def test_a_hole_in_the_scan_is_noticed(library, tmp_path, odd_jpeg, photo):
         assert decoded(library, tmp_path, broken, box)[1] == Status.DAMAGED
 
 
-def test_limits_on_pixels_and_memory(library, tmp_path, photo, jpeg):
+def test_pixels_and_memory_are_limited(library, tmp_path, photo, jpeg):
     data = jpeg(photo(100, 80, 1))
     assert decoded(library, tmp_path, data, (0, 0, 100, 80), most_pixels=8000)[1] == Status.OK
     assert decoded(library, tmp_path, data, (0, 0, 100, 80), most_pixels=7999)[1] == Status.TOO_LARGE
@@ -290,7 +290,7 @@ def test_decoding_more_than_was_opened_is_a_bad_request(library):
 
 
 def test_optional_bytes_between_markers_are_allowed(library, tmp_path, photo, jpeg):
-    """Fill bytes before markers, comments, an Adobe marker for YCbCr, bytes after the end."""
+    """They are fill bytes before markers, comments, an Adobe marker for YCbCr, and bytes after the end."""
     image = photo(80, 60, 11)
     plain = jpeg(image, subsampling=0)
     adobe = b"\xff\xee\x00\x0eAdobe\0\x64\0\0\0\0\1"

@@ -21,7 +21,7 @@ DURATIONS = [4, pytest.param(60, marks=pytest.mark.slow)]  # seconds
 
 
 def built(folder: Path, program: str, sanitizers: str, harness: list[Path], *, seconds: int) -> Path | None:
-    """The harness and what it tests as one program; None where the compiler lacks the sanitizers."""
+    """Build the harness and what it tests as one program; None if the compiler lacks the sanitizers."""
     folder.mkdir()
     fuzzed = FUZZED[harness[0].stem]
     sources = [(s, f) for s, f in compiler.compilations(platform.machine()) if s.stem in fuzzed]
@@ -70,7 +70,7 @@ def fuzzer(folder: Path, harness: Path, *, corpus: Path, seconds: int) -> list[s
 
 
 def inputs(command: list[str | Path], *, seconds: int) -> int:
-    """How many inputs did no harm."""
+    """The number of inputs that did no harm."""
     env = os.environ | {"ASAN_OPTIONS": "quarantine_size_mb=32"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180 + seconds, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -133,7 +133,7 @@ def test_hostile_headers_are_harmless(tmp_path, corpus, photo):
 
 
 def test_both_inner_loops_agree_on_changed_bytes(library, corpus, tmp_path):
-    """By the library itself: both kinds of inner loops answer the same, and neither ends the process."""
+    """In the library itself, both kinds of inner loops give the same answer, and neither ends the process."""
     rng = np.random.default_rng(0)
     images = [path.read_bytes() for path in sorted(corpus.iterdir())]
     workspaces = [Workspace(library, portable=portable, most_bytes=2**26) for portable in (False, True)]

@@ -31,7 +31,7 @@ def save(path, image, kind="JPEG", **options):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, photo):
-    """Twelve photos in two classes: ten for the native decoder, then a progressive and a PNG one."""
+    """Twelve photos in two classes: ten for the native decoder, a progressive one and a PNG."""
     root = tmp_path_factory.mktemp("photos")
     for number in range(12):
         image = photo(90 + 13 * number, 150 - 7 * number, number)
@@ -211,7 +211,7 @@ def test_without_the_library_pillow_reads(folder, monkeypatch):
 
 
 def test_the_box_is_drawn_from_the_size_in_the_header(library, folder):
-    """Independent of the reader: the keyed draws, Pillow's size, Pillow's crop."""
+    """The comparison does not use the reader: keyed draws, Pillow's size, Pillow's crop."""
     native, _ = readers(library, folder, "crop-flip")
     images, _ = read(native, [3], epoch=5)
     image = Image.open(io.BytesIO(folder.path(3).read_bytes())).convert("RGB")

@@ -38,7 +38,7 @@ def test_grey_photos_and_every_shape_keep_their_pixels(library, photo, jpeg, sha
 
 
 @pytest.mark.parametrize("interval", [1, 8, 1000])
-def test_a_marker_after_every_interval(library, photo, jpeg, interval):
+def test_a_marker_follows_every_interval(library, photo, jpeg, interval):
     marked = library.restart_marked(jpeg(photo(160, 96, 3), subsampling=0), interval=interval)
     assert marked[marked.index(b"\xff\xdd") + 4 :][:2] == interval.to_bytes(2, "big")
     markers = sum(marked.count(bytes((0xFF, 0xD0 + number))) for number in range(8))
@@ -46,7 +46,7 @@ def test_a_marker_after_every_interval(library, photo, jpeg, interval):
 
 
 def test_marked_files_are_not_much_larger(library, photo, jpeg):
-    """The tables made for the image pay for the markers, nearly or more."""
+    """Huffman tables made for the image save about as much as the markers cost."""
     data = jpeg(photo(500, 375, 4), quality=92)
     assert len(library.restart_marked(data)) < 1.02 * len(data)
 

@@ -18,7 +18,7 @@ def root(tmp_path):
 
 
 def found(root):
-    """Boxes by image name, those of images that have some."""
+    """Boxes by image name, for images that have some."""
     train = with_objects(layout.load_photos(root), root).train
     every = {train.name(index): train.objects[index] for index in range(len(train))}
     return {name: own.tolist() for name, own in every.items() if len(own)}

@@ -1,4 +1,4 @@
-"""CIFAR in both formats, in small, and every way it can be wrong."""
+"""Small versions of CIFAR in both formats, and every way in which they can be wrong."""
 
 import pickle
 import urllib.error
@@ -25,7 +25,7 @@ def no_network(monkeypatch):
 
 
 def records(kind, number):
-    """The planes and labels of file number `number`, 0 to 5, the last for validation."""
+    """The planes and labels in file `number`, 0 to 5; the last is for validation."""
     generator = np.random.default_rng(number)
     classes = len(CIFARS[kind].class_names)
     planes = generator.integers(0, 256, (COUNT, 3072), dtype=np.uint8)

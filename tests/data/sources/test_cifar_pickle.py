@@ -16,7 +16,7 @@ DATA = np.arange(12, dtype=np.uint8).reshape(3, 4)
 
 
 class Python2Pickler(pickle._Pickler):
-    """Writes bytes as Python 2 wrote str, which is what the official files hold."""
+    """Writes bytes as Python 2 wrote str, which the official files hold."""
 
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
 

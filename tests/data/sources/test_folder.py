@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 
 import pytest
 from PIL import Image
@@ -10,6 +11,8 @@ from falconet.data import layout
 from falconet.data.sources import folder
 from falconet.data.sources.folder import folder_md5, is_imagenet
 from falconet.errors import DataError
+
+ENDLESS = "x" * 300  # no file has such a name: of a link to it, the system says neither yes nor no
 
 
 def image(root, name):
@@ -120,6 +123,40 @@ def test_a_link_to_itself_stops_no_training(root, capfd, place):
     assert (len(splits.train), splits.class_names) == (4, ("cat", "dog"))
     line = f"{root / place}/again: skipped, a link that leads nowhere\n"
     assert capfd.readouterr().err == ("" if place == "." else line)  # the folder of train/ and val/ is not listed
+
+
+@pytest.mark.parametrize("wrapped", ["unsplit", "unsplit/photos", "one"])
+def test_a_link_in_a_class_that_cannot_be_followed_stops_no_training(root, capfd, wrapped):
+    home = root / wrapped
+    for name in ("cat", *([] if wrapped == "one" else ["dog"])):
+        shutil.copytree(root / "train", home / name)
+    (home / "cat/some").symlink_to(ENDLESS)
+    (home / "cat/some.jpg").symlink_to(ENDLESS)  # listed, so that the reader names it
+    splits = layout.load_photos(root / wrapped.split("/")[0])
+    assert len(splits.train) + len(splits.validation) == 4 * len(splits.class_names) + 1
+    line = f"{home}/cat/some: skipped, a link that cannot be followed (File name too long)\n"
+    assert capfd.readouterr().err == line
+
+
+def test_a_link_in_the_place_of_a_class_that_cannot_be_followed_is_refused(root):
+    for name in ("cat", "dog"):
+        shutil.rmtree(root / "train" / name)
+        (root / "train" / name).symlink_to(ENDLESS)
+    with pytest.raises(DataError) as caught:
+        layout.load_photos(root)
+    assert str(caught.value) == f"{root}/train/cat: cannot be read (File name too long)"
+
+
+def test_the_folder_above_need_not_be_listed(root, monkeypatch):
+    plain = os.scandir
+
+    def scanned(path):
+        if str(path) == str(root):
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    assert layout.load_photos(root / "train").class_names == ("cat", "dog")
 
 
 def test_what_the_system_refuses_is_kept_and_the_rest_listed(root, monkeypatch):

@@ -24,7 +24,7 @@ CSV = "imagenet_2012_bounding_boxes.csv"
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory):
-    """Each layout's folder, boxes beside or inside it."""
+    """Each layout's folder, with boxes beside it or in it."""
     home = tmp_path_factory.mktemp("layouts")
     folders = layouts.class_folders(home / "folders")
     made = {}
@@ -47,7 +47,7 @@ def reader(splits, split, augment):
 
 
 def training(splits, *, workers=2, skip=0, epochs=(0, 1)):
-    """The digest of each update's batches."""
+    """Digests of each update's batches."""
     found, labels = reader(splits, "train", "crop-flip")
     loader = Loader(PixelRows(found), labels=labels, shape=SHAPE, seed=3, resources=Resources(workers=workers))
     digests = []

@@ -1,4 +1,4 @@
-"""Packed shards: read as written, and changes are named."""
+"""Packed shards are read as written, and changes are named."""
 
 import hashlib
 import io
@@ -77,7 +77,7 @@ def test_a_flipped_bit_of_an_image_is_named(root):
 
 @pytest.mark.parametrize("path", ["train-00000.falconet", "validation-00000.falconet"])
 def test_any_changed_byte_of_a_shard_is_noticed(root, path):
-    """A hundred flipped bits, one at a time, anywhere: refused on opening or found by verify."""
+    """A hundred bits are flipped, one at a time, anywhere: each is refused on opening or found by verify."""
     whole = (root / path).read_bytes()
     for at in np.random.default_rng(0).integers(0, len(whole), 100).tolist():
         (root / path).write_bytes(whole)
@@ -164,7 +164,7 @@ def test_columns_of_other_types_are_refused_even_with_a_valid_checksum(root, mon
 
 
 def forge(path, *, arrays=None, facts=None):
-    """The shard with another index, which has its checksum; the digest of the whole is not looked at on opening."""
+    """Give the shard another index with a valid checksum; opening does not check the digest of the whole."""
     data, head = path.read_bytes(), packed.read_head(path)
     begin = struct.unpack("<Q", data[-72:-64])[0]
     made = bytes(save({**head.arrays, **(arrays or {})}, {"facts": json.dumps({**head.facts, **(facts or {})})}))

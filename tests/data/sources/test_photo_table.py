@@ -1,4 +1,4 @@
-"""Tables of photos and labels: which files, columns and cells are understood, and what a mistake is called."""
+"""Tables of photos and labels: which files, columns and cells are understood, and how mistakes are named."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def write(root, name, *lines):
 
 
 def labelled(splits):
-    """Label by file name, both parts together."""
+    """Labels by file name, both parts together."""
     found = {}
     for source in (splits.train, splits.validation):
         for index, label in enumerate(source.labels.tolist()):
@@ -45,6 +45,19 @@ def labelled(splits):
                 own = "+".join(name for name, has in pairs if has)
             found[source.path(index).name] = own
     return found
+
+
+@pytest.mark.parametrize("target", ["notes.json", "x" * 300])
+def test_a_link_that_cannot_be_followed_is_no_table(root, target):
+    (root / "notes.json").symlink_to(target)
+    (root / "gone.jpg").symlink_to(target)
+    write(root, "labels.csv", *(f"images/{name},{label}" for name, label in ROWS))
+    assert labelled(layout.load_photos(root)) == ALL
+    (root / "labels.csv").unlink()
+    for name in ("cat", "dog"):
+        photo(root, f"{name}/a.jpg")
+    assert layout.load_photos(root).class_names == ("cat", "dog", "images")
+    assert not layout.is_flat(root)
 
 
 ALL = {f"{number}.jpg": "cat" if number % 2 else "dog" for number in range(8)}
@@ -239,7 +252,7 @@ def test_numbers_are_ordered_as_numbers_and_named_by_a_file(root):
 
 
 def test_labels_of_equal_value_are_ordered_by_their_digits(root):
-    """The order of a set would be right in one of 576 processes."""
+    """The order of a set would be right by chance in one of 576 processes."""
     labels = ["01", "2", "1", "0002", "0001", "002", "001", "02"]
     write(root, "labels.csv", "image,label", *(f"{number}.jpg,{label}" for number, label in enumerate(labels)))
     assert layout.load_photos(root).class_names == ("0001", "001", "01", "1", "0002", "002", "02", "2")

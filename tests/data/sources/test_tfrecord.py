@@ -246,7 +246,7 @@ def test_a_folder_in_place_of_a_shard_is_reported_in_one_line(records):
 
 
 def test_any_bytes_are_read_as_an_example_or_refused(tmp_path):
-    """A thousand random changes of a record: an Example or a MalformedError, nothing else."""
+    """A thousand random changes of a record give an Example or a MalformedError, nothing else."""
     from falconet.data.sources.tfrecord import MalformedError, parse_example
 
     record = layouts.example(b"i" * 50, 7, synset="n1", boxes=BOXES)
@@ -266,7 +266,7 @@ def test_any_bytes_are_read_as_an_example_or_refused(tmp_path):
 
 
 def test_indexing_does_not_read_the_images(records, monkeypatch):
-    """A record of 500 kB takes a few pages: ImageNet's 150 GB are not read to know what is in them."""
+    """Of a record of 500 kB, a few pages are read: ImageNet's 150 GB are not read to index them."""
     image = bytes(500_000)
     layouts.write_records(records / "train-00000-of-00003", [layouts.example(image, 1, synset="n01440764")] * 3)
     read = []

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from falconet.evaluation import average_precision as precision
+from falconet.evaluation.average_precision import ClassPrecision, Scores, average_precision
 from falconet.parallel.world import ALONE, World
-from falconet.train import average_precision as precision
-from falconet.train.average_precision import ClassPrecision, Scores, average_precision
 
 
 def defined(scores, present):

@@ -24,7 +24,7 @@ class Score(NamedTuple):
 
 
 def total(scores: Sequence[Score]) -> Score:
-    """Of all micro-batches of an update."""
+    """The sum of the scores of all micro-batches of an update."""
     if len(scores) == 1:  # without a launch for each of its numbers
         return scores[0]
     return Score(*(torch.stack(values).sum(0) for values in zip(*scores, strict=True)))
@@ -39,10 +39,13 @@ class Loss:
     has_kernel: ClassVar[bool] = True  # which computes a score on CUDA
 
     def scored(self, logits: Tensor, labels: Tensor, mix: Mix | None, *, side: int, images: int) -> Score:
-        """Of mixed images of side x side pixels. `images`: of the update, in which each has the weight `1 / images`."""
+        """The score of mixed images of side x side pixels.
+
+        `images`: of the update, in which each has the weight `1 / images`.
+        """
         mixed = None if mix is None else mixing.mixed_targets(labels, mix, targets=self.targets, side=side)
         if logits.is_cuda and self.has_kernel:
-            from falconet.train import loss_kernels  # Triton comes with CUDA only
+            from falconet.evaluation import loss_kernels  # Triton comes with CUDA only
 
             expected = loss_kernels.Expected(labels, mixed, self._factors(), self.smoothing)
             return Score(*loss_kernels.scored(logits, expected, images=images))

@@ -41,7 +41,7 @@ class ClassPrecision:
 
 
 def mean(classes: Sequence[ClassPrecision]) -> float | None:
-    """In percent, over the classes that an image has; None: there is none."""
+    """The mean in percent, over the classes that an image has; None: there is none."""
     known = [each.average_precision for each in classes if each.average_precision is not None]
     return sum(known) / len(known) if known else None
 
@@ -59,7 +59,7 @@ class Scores:
         self._labels.append(labels[is_counted].cpu())
 
     def by_class(self, sets: BoolArray, world: World) -> list[ClassPrecision]:
-        """Of the images of all processes, in each of them; a few classes at a time."""
+        """The precision of each class over the images of all processes, in each of them; a few classes at a time."""
         classes = sets.shape[1]
         scores = torch.cat([torch.zeros(0, classes), *self._scores])
         labels = torch.cat([torch.zeros(0, dtype=torch.int64), *self._labels])

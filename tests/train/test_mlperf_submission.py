@@ -9,7 +9,7 @@ from falconet.config.commands import TrainOptions
 from falconet.config.load import load_options, read_line
 from falconet.models import zoo
 from falconet.optim.schedules import Schedule
-from falconet.train.log import submission
+from falconet.train.mlperf_submission import submission_of
 from falconet.train.plan import Plan
 from tiny import TINY
 
@@ -81,7 +81,7 @@ def logged(config):
         epochs_per_save=1.0,
     )
     weights = [name for name, _ in zoo.build("resnet50", classes=1000, seed=0).named_parameters()]
-    return submission(options, plan, weights=weights, validated=VALIDATED, epochs=plan.epochs, began=0.0)
+    return submission_of(options, plan, weights=weights, validated=VALIDATED, epochs=plan.epochs, began=0.0)
 
 
 @pytest.mark.parametrize("config", PUBLIC)

@@ -7,7 +7,7 @@ import torch
 
 import interpreting
 from falconet.data.mixing import Mix
-from falconet.train.loss import Loss, WeightedLoss
+from falconet.evaluation.loss import Loss, WeightedLoss
 
 CASES = [
     *(

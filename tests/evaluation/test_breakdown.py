@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from falconet.data.storage import ArraySource
-from falconet.train.breakdown import BINS, Answers, Breakdown, Collected, Predictions
-from falconet.train.evaluate import count
+from falconet.evaluation.breakdown import BINS, Answers, Breakdown, Collected, Predictions
+from falconet.evaluation.evaluate import count
 
 NAMES = ("cat", "dog", "owl", "a class with a name that is far too long for a table")
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from falconet.data.buffers import Batch
 from falconet.data.preprocessing import Normalise, Preprocessing
+from falconet.evaluation.running_statistics import reestimate
 from falconet.numerics.precision import REGIMES
-from falconet.train.evaluate import reestimate
 
 PREPROCESSING = Preprocessing(image_size=4, resize=4, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
 BATCHES = 5

@@ -15,11 +15,11 @@ from torch import Tensor
 from falconet.data.keyed import IntArray
 from falconet.data.storage import ArraySource, BoolArray, Source
 from falconet.errors import ConfigError, printable
+from falconet.evaluation.average_precision import ClassPrecision, gathered
+from falconet.evaluation.evaluate import TOP, Evaluation, Observe
 from falconet.parallel.world import ALONE, World
 from falconet.report.console import counted
 from falconet.report.epochs import ACCURACY
-from falconet.train.average_precision import ClassPrecision, gathered
-from falconet.train.evaluate import TOP, Evaluation, Observe
 
 BINS = 15  # of the calibration error, as in Guo et al., 2017
 MOST_SHOWN = 10  # classes, and pairs of them
@@ -62,7 +62,7 @@ class Collected:
         self._parts.append((labels.int(), classes[:, 0].int(), probabilities[:, 0]))
 
     def read(self, world: World = ALONE) -> Answers:
-        """Those of all processes, in the order of the images; a stage that computes no logits has none."""
+        """The answers of all processes, in the order of the images; a stage that computes no logits has none."""
         none = torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0)
         own = [torch.cat(each).cpu() for each in zip(*(self._parts or [none]), strict=True)]
         own.append(torch.arange(self.begin, self.begin + len(own[0])))
@@ -136,7 +136,7 @@ class Breakdown:
         return sum(gaps) / max(1, int(self.images.sum()))
 
     def accuracy(self, label: int) -> float | None:
-        """Of one class, in percent; None: it has no images."""
+        """The accuracy of one class, in percent; None: it has no images."""
         return 100.0 * int(self.correct[label]) / int(self.images[label]) if self.images[label] else None
 
     def worst(self) -> list[int]:
@@ -151,7 +151,7 @@ class Breakdown:
         return [Confusion(names[label], names[other], -less, int(self.images[label])) for less, label, other in wrong]
 
     def lines(self) -> Iterator[str]:
-        """For a person: the worst of everything."""
+        """Lines for a person: the worst of everything."""
         worst, confused = self.worst(), self.confusions()
         which = "" if len(worst) <= MOST_SHOWN else f", the worst {MOST_SHOWN} of {len(worst):,}"
         yield ""
@@ -205,7 +205,7 @@ class Precisions:
         return sorted((found, name, images) for found, name, images in known if found is not None)
 
     def lines(self) -> Iterator[str]:
-        """For a person: the worst classes."""
+        """Lines for a person: the worst classes."""
         worst = self.worst()
         which = "" if len(worst) <= MOST_SHOWN else f", the worst {MOST_SHOWN} of {len(worst):,}"
         yield ""
@@ -298,7 +298,7 @@ class MultiLabelPredictions(Predictions):
             yield [self._joined(scores), *(f"{share:.6f}" for share in row)]
 
     def _joined(self, present: Sequence[bool]) -> str:
-        """As tables of labels have them."""
+        """The names of the classes, joined as in tables of labels."""
         return "|".join(name for name, is_present in zip(self._names, present, strict=True) if is_present)
 
 
@@ -330,7 +330,7 @@ def _detail(found: Evaluation, *, classes: int) -> dict[str, float]:
 
 
 def several(*observers: Observe) -> Observe:
-    """All of them."""
+    """An observer that passes what it observes to all of them."""
 
     def observe(logits: Tensor, labels: Tensor) -> None:
         for each in observers:

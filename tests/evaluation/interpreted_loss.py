@@ -4,9 +4,9 @@ import json
 
 import torch
 
-from falconet.train import loss_kernels
-from falconet.train.loss import Loss, WeightedLoss
-from falconet.train.loss_kernels import Expected
+from falconet.evaluation import loss_kernels
+from falconet.evaluation.loss import Loss, WeightedLoss
+from falconet.evaluation.loss_kernels import Expected
 
 ROOT = 128.0  # the gradient of the loss
 

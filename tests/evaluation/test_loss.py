@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from falconet.train.loss import Loss, WeightedLoss
+from falconet.evaluation.loss import Loss, WeightedLoss
 
 SMOOTHINGS = [0.0, 0.1, 0.9, 1.0]
 

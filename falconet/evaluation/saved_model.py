@@ -1,6 +1,7 @@
 """Checkpoints and foreign weights as models: to measure, or to start with."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,32 +10,30 @@ from torch import nn
 
 from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.foreign import fitting_model, load_foreign, load_weights, read_file, read_weights
-from falconet.checkpoint.manifest import MANIFEST, Manifest
-from falconet.checkpoint.origin import Origin, find_origin, own_origin
+from falconet.checkpoint.initial_weights import Asked, InitialWeights
+from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.origin import find_origin
 from falconet.config.commands import TrainOptions, ValidateOptions
-from falconet.config.fields import options_of, value_or
-from falconet.config.load import Loaded, load_options
+from falconet.config.facts import PHOTO_KINDS
+from falconet.config.fields import value_or
+from falconet.config.load import Loaded, OptionsT, load_options
 from falconet.config.options import Data
-from falconet.config.rules import PHOTOS
-from falconet.config.settings import Setting, is_asked_for
+from falconet.config.settings import CHECKPOINT, WEIGHTS, Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
 from falconet.data.sources.folder import validates_by_name
 from falconet.errors import CheckpointError, ConfigError, DataError
+from falconet.evaluation import evaluate
+from falconet.evaluation.evaluate import Evaluation, Observe, never, overlook
+from falconet.evaluation.running_statistics import misfit_warning
 from falconet.models import pretrained
+from falconet.models.pretrained import FILE
 from falconet.models.zoo import build_model
 from falconet.numerics.precision import REGIMES
+from falconet.parallel.shared_failure import FailedTogetherError
 from falconet.parallel.world import ALONE, World, open_machine
-from falconet.report import styles
 from falconet.report.console import Say
-from falconet.report.styles import Validated
-from falconet.train import defaults, evaluate
-from falconet.train.evaluate import Accuracy, Evaluation, FailedTogetherError, Observe, Validation, never, overlook
-from falconet.train.save import Saving
 
 STEMS = (("model", ""), ("ema", " (moving average)"))  # which models of a checkpoint are measured, and their labels
-
-
-Report = Callable[[Validated], None]
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def refuse_download(loaded: Loaded[Any]) -> None:
     if any(is_asked_for(loaded.sources.get(name)) for name in ("data", "data-dir")):
         return
     data = loaded.options.data
-    if data.data in PHOTOS and data.data_dir is not None and not data.data_dir.exists():
+    if data.data in PHOTO_KINDS and data.data_dir is not None and not data.data_dir.exists():
         here = "" if data.data_dir.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
             f"{data.data_dir}: no such folder{here}; the run was trained on it; expected --data-dir, where its photos"
@@ -131,9 +130,9 @@ def images_of(folder: Path, manifest: Manifest, line: Sequence[Setting]) -> tupl
 def _is_own(data: Data, manifest: Manifest) -> bool:
     """Whether it is the data that a checkpoint's run was trained on; a path may have several spellings."""
     trained = load_options(ValidateOptions, [], manifest.config).options.data
-    if data.data not in PHOTOS or data.data_dir is None or trained.data_dir is None:
+    if data.data not in PHOTO_KINDS or data.data_dir is None or trained.data_dir is None:
         return data.data_dir == trained.data_dir
-    return data.data_dir.resolve() == trained.data_dir.resolve()
+    return os.path.realpath(data.data_dir) == os.path.realpath(trained.data_dir)  # Path's raises for a link to itself
 
 
 def foreign_images(data: Data, *, model: str) -> Dataset:
@@ -185,29 +184,6 @@ def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
     return Opened(path.name, "", model, options, images, images.class_names)
 
 
-def with_origin(loaded: Loaded[TrainOptions]) -> tuple[Loaded[TrainOptions], tuple[str, ...]]:
-    """The options of the model that follow from the weights of --init-path, and what to print about them.
-
-    They are stored with the run, which needs the weights only once. Missing ones are reported where they are read.
-    """
-    path = loaded.options.training.init_path
-    if path is None or not path.exists():
-        return loaded, ()
-    asked = loaded.options.model.model if loaded.chooses("model") else None
-    if path.is_file() and not (path.parent / MANIFEST).exists():
-        origin = find_origin(read_file(path), model=asked)
-    else:
-        folder = path.parent if path.is_file() else path
-        origin = own_origin(format.choose(folder, "best", lambda _: None).manifest, model=asked)
-    known = options_of(TrainOptions)
-    of_model = {name: value for name, value in origin.options.items() if known[name].path[0] == "model"}
-    if not of_model:
-        return loaded, ()
-    loaded = loaded.over(Origin(origin.why, of_model).table())
-    concluded = origin.line(loaded.sources)
-    return loaded, (concluded,) if concluded else ()
-
-
 def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
     """Give a new model all weights of a file, or those that predictions use of a checkpoint, or of the best one."""
     if path.is_file():
@@ -226,6 +202,29 @@ def load_published(model: nn.Module, name: str, *, classes: int) -> str:
     return f"weights {found.source}" + (f", except the classifier's: {classes} classes here" if is_other else "")
 
 
+def find_weights(name: str, asked: Asked, *, otherwise: str, fetched: bool = True) -> InitialWeights:
+    """The weights that --pretrained asks for; an error says how to get them. `otherwise`: the last of the ways."""
+    try:
+        return initial_weights.find(name, asked, fetched=fetched)
+    except CheckpointError as error:
+        if asked != "published":
+            expected = "a safetensors or torch file, a checkpoint or a run folder"
+        elif pretrained.is_published(name):
+            file = f"--pretrained {FILE} after `{pretrained.download_line(name)}` on another machine"
+            expected = f"a network, {file}, {otherwise}"
+        else:
+            expected = f"a model of `falconet models` that has some, a file as --pretrained PATH, {otherwise}"
+        raise CheckpointError(f"--pretrained: {error}; expected {expected}") from None
+
+
+def fitted(loaded: Loaded[OptionsT], weights: InitialWeights) -> Loaded[OptionsT]:
+    """The options with those that follow from weights, below the ones that the line states."""
+    options: Any = loaded.options
+    made = loaded.over({**weights.options, **weights.inputs.table(options.data)})
+    sources = {name: WEIGHTS if source == CHECKPOINT else source for name, source in made.sources.items()}
+    return replace(made, sources=sources)
+
+
 def open_pretrained(line: Sequence[Setting]) -> Opened:
     """Published weights or those of a file, with the preparation of photos that they were trained with."""
     if not {"model", "data-dir"} <= {setting.option for setting in line}:
@@ -233,8 +232,8 @@ def open_pretrained(line: Sequence[Setting]) -> Opened:
     loaded = load_options(ValidateOptions, line)
     asked = loaded.options.pretrained.pretrained
     assert asked != "none"
-    found = defaults.find_weights(loaded.options.model.model, asked, otherwise="or --checkpoint-input-path")
-    options = defaults.fitted(loaded, found).options
+    found = find_weights(loaded.options.model.model, asked, otherwise="or --checkpoint-input-path")
+    options = fitted(loaded, found).options
     images = foreign_images(options.data, model=options.model.model)
     images = of_imagenet(images, found.class_names, where=found.source)
     if {*images.class_names} <= {*found.class_names}:
@@ -259,7 +258,7 @@ def _built(options: ValidateOptions, *, classes: int) -> nn.Module:
 def warn_of_misfit(opened: Opened, note: Say) -> None:
     """Note if the statistics of foreign weights do not fit the images, which loading them cannot show."""
     regime, world = REGIMES[opened.options.machine.precision], open_machine(opened.options.machine)
-    warning = evaluate.statistics_warning(opened.model, opened.images, opened.options.data, regime=regime, world=world)
+    warning = misfit_warning(opened.model, opened.images, opened.options.data, regime=regime, world=world)
     if warning:
         note(warning)
 
@@ -292,52 +291,3 @@ def measure(opened: Opened, note: Say, observe: Observe = overlook, *, among: Wo
     if found.left_out:
         note(evaluate.left_out_line(found.left_out))
     return found
-
-
-def validate_folder(
-    path: Path, saving: Saving, validation: Validation, *, images: Dataset, world: World, report: Report
-) -> list[Accuracy]:
-    """Measure every fitting checkpoint in `path` with the run's model, which keeps the last one's weights.
-
-    `report` is called with each as it is measured. Every process reads the folder, as for averages.
-    """
-    state = saving.state
-    names = world.once(lambda: "\n".join(str(folder) for folder in _fitting(path, saving, images)))
-    measured = []
-    for folder in map(Path, names.splitlines()):
-        manifest = format.read_manifest(folder)
-        for stem, suffix in STEMS:
-            if stem in manifest.stems:
-                weights = format.model_weights(folder, manifest, stem)
-                load_weights(state.model, state.stages.own(weights), where=str(folder))
-                origin = styles.Origin(
-                    model=manifest.model,
-                    data=manifest.option("data"),
-                    loss=manifest.metrics.get("train_loss"),
-                    accuracy=manifest.metrics.get("train_accuracy"),
-                )
-                found = validation.other(folder.name + suffix, manifest.progress, report, origin=origin)
-                epoch = epoch_of(manifest)
-                measured.append(Accuracy(name=folder.name + suffix, epoch=epoch, found=found, classes=manifest.classes))
-    return measured
-
-
-def _fitting(path: Path, saving: Saving, images: Dataset) -> Iterator[Path]:
-    """The checkpoints that the run's model and images fit; the others are skipped with a line each."""
-    count, trained = 0, saving.identity
-    for folder in format.checkpoints_in(path):
-        try:
-            manifest = format.verify(folder)
-            if manifest.model != trained.model:
-                raise CheckpointError(f"{folder}: holds {manifest.model}, expected {trained.model}, which was trained")
-            images.check_classes(manifest.class_names, where=str(folder), several=manifest.several_labels)
-        except CheckpointError as error:
-            saving.output.screen.line(f"skipped {error}")
-            continue
-        count += 1
-        yield folder
-    if not count:
-        raise CheckpointError(
-            f"--validate-checkpoints: {path} holds no whole checkpoint of {trained.model} on {trained.data};"
-            f" the training itself is complete and saved as {saving.last}"
-        )

@@ -15,9 +15,10 @@ from falconet.data.preprocessing import Normalise, Preprocessing
 from falconet.data.readers import reader_for
 from falconet.data.storage import ArraySource
 from falconet.errors import DataError, Interrupted, WorldError, memory_shortage
+from falconet.evaluation.evaluate import Evaluation, evaluate
 from falconet.numerics.precision import REGIMES
+from falconet.parallel.shared_failure import FailedTogetherError
 from falconet.parallel.world import World
-from falconet.train.evaluate import Evaluation, FailedTogetherError, evaluate
 
 RAW = Preprocessing(image_size=1, resize=1, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 ONE = World(device=torch.device("cpu"))
