@@ -79,12 +79,13 @@ def test_a_score_on_a_gpu_is_that_on_the_cpu(images, classes, is_mixed):
         (Loss(classes), Loss(classes)),
         (WeightedLoss(classes, 0.1, weights=weights), WeightedLoss(classes, 0.1, weights=weights.cuda())),
     ):
-        expected = scored(here, logits, labels, mix, scale=scale)
+        # In float64: of 21,843 classes, torch's own gradient in fp32 on a CPU is wrong by 4e-5.
+        expected = scored(here, logits.double(), labels, mix, scale=scale)
         found = scored(there, logits.cuda(), labels.cuda(), mix_there, scale=scale.cuda())
         again = scored(there, logits.cuda(), labels.cuda(), mix_there, scale=scale.cuda())
         for a, b, c in zip(found, expected, again, strict=True):
-            assert (a.dtype, a.shape) == (b.dtype, b.shape)
-            torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-6 * max(1.0, b.abs().max().item()))
+            assert (a.dtype, a.shape) == (torch.float32 if b.is_floating_point() else b.dtype, b.shape)
+            torch.testing.assert_close(a.cpu().to(b.dtype), b, rtol=1e-5, atol=1e-6 * max(1.0, b.abs().max().item()))
             assert torch.equal(a, c)
 
 
