@@ -45,8 +45,10 @@ class TensorBoard(Tracker):
         self._summary: Any = summary
         self._options = {name: _option(value) for name, value in (options or {}).items()}
         home = writing.subfolder(folder.parent, folder.name)
-        seconds, rest = divmod(time.time_ns(), 10**9)  # files are read in the order of their names
-        handle = writing.growing(home, f"events.out.tfevents.{seconds:010d}.falconet.{os.getpid()}.{rest}")
+        # Files are read in the order of their names: of equal length, with the time first.
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.falconet.{os.getpid()}"
+        handle = writing.growing(home, name)
         self._records: Any = RecordWriter(os.fdopen(handle, "ab"))
         self._add(0, file_version="brain.Event:2")
         if after is not None:

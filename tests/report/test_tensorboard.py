@@ -1,6 +1,7 @@
 """TensorBoard's own reader finds everything that was written."""
 
 import io
+import time
 
 import numpy as np
 import pytest
@@ -41,7 +42,10 @@ def test_every_metric_is_there_at_its_update_as_soon_as_it_is_written(tmp_path):
     sink.close()
 
 
-def test_a_continued_run_hides_what_an_earlier_start_wrote_beyond_its_checkpoint(tmp_path):
+@pytest.mark.parametrize("nanoseconds", [99_999_999, 100_000_001])
+def test_a_continued_run_hides_what_an_earlier_start_wrote_beyond_its_checkpoint(tmp_path, monkeypatch, nanoseconds):
+    times = iter([5 * 10**9 + nanoseconds, 5 * 10**9 + 100_000_002])
+    monkeypatch.setattr(time, "time_ns", lambda: next(times))
     first = TensorBoard(tmp_path)
     for update in (1, 2, 3):
         first.write(update, {"train/loss": 1.0})
