@@ -115,6 +115,7 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands fork their workers from a process that has imported everything: to start one takes seconds."""
     import gloo
 
+    gloo.forkserver()  # now, without what a command puts into the environment
     monkeypatch.setattr("falconet.parallel.launch.elastic_launch", gloo.forked)
 
 

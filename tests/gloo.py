@@ -1,7 +1,8 @@
 """Several gloo processes for a test, forked from a server that has imported everything once."""
 
 import itertools
-import multiprocessing
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import random
 import runpy
@@ -76,8 +77,7 @@ def errors_in_world(size: int, scenario: Callable[..., Any], *args: object, expe
 
 def in_world(size: int, scenario: Callable[..., Any], *args: object, on_error=None) -> list[Any]:
     """Run `scenario(world, *args)` in `size` processes; return the results or raise the first error."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(MODULES)
+    context = forkserver()
     port, results = free_port(), context.SimpleQueue()
     processes = [
         context.Process(target=_run, args=(rank, size, port, results, scenario, args), daemon=True)
@@ -106,10 +106,17 @@ def in_world(size: int, scenario: Callable[..., Any], *args: object, on_error=No
     return [found[rank] for rank in range(size)]
 
 
-def forked(config: LaunchConfig, executable: str) -> Callable[..., None]:
-    """In the place of torch's agent: workers forked with everything imported. To start one takes seconds."""
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """The process that workers are forked from; it keeps the environment of its start, and so do they."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(MODULES)
+    multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def forked(config: LaunchConfig, executable: str) -> Callable[..., None]:
+    """In the place of torch's agent: workers forked with everything imported. To start one takes seconds."""
+    context = forkserver()
 
     def agent(flag: str, module: str, *words: str) -> None:
         assert (executable, flag) == (sys.executable, "-m")

@@ -20,8 +20,8 @@ from tritonclient.grpc import service_pb2 as published
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import write_manifest
 from falconet.commands import serve
-from falconet.config.options import Serving
 from falconet.config.settings import LINE, Setting
+from falconet.config.tool_options import Serving
 from falconet.errors import ConfigError
 from falconet.evaluation.saved_model import open_checkpoint
 from falconet.infer.predictor import open_served
@@ -179,12 +179,12 @@ def test_grpc_follows_the_port_of_http():
 
 
 SLOW = (  # a batch takes seconds
-    "--model resnet50 --image-size 96 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64 --engine torch"
+    "--model resnet50 --image-size 192 --classes 5 --port 0 --threads 1 --device cpu --max-batch 64 --engine torch"
 )
 
 
 def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():
-    head, body = infer(np.zeros((64, 3, 96, 96), dtype=np.uint8), model="resnet50")
+    head, body = infer(np.zeros((64, 3, 192, 192), dtype=np.uint8), model="resnet50")
     with served(f"{SLOW} --drain-timeout 0.2 --max-delay 0") as (process, port, _), connected(port) as asking:
         asking.sendall(head + body)
         time.sleep(0.3)
@@ -199,7 +199,7 @@ def test_a_batch_still_computing_at_the_end_of_the_drain_leaves_no_traceback():
 
 @pytest.mark.slow
 def test_a_batch_whose_client_has_left_leaves_no_traceback():
-    head, body = infer(np.zeros((64, 3, 96, 96), dtype=np.uint8), model="resnet50")
+    head, body = infer(np.zeros((64, 3, 192, 192), dtype=np.uint8), model="resnet50")
     with served(f"{SLOW} --max-delay 0") as (process, port, _):
         with connected(port) as asking:
             asking.sendall(head + body)
