@@ -24,23 +24,10 @@ from falconet.config.commands import (
 )
 from falconet.config.fields import PHOTO_SUFFIXES, options_of, require_folder, require_photos
 from falconet.config.load import Loaded, OptionsT, load_options, parse
-from falconet.config.options import (
-    Checkpoints,
-    Data,
-    DataCheck,
-    Input,
-    Load,
-    Logging,
-    Pack,
-    Report,
-    Run,
-    Upload,
-    Validation,
-    Verify,
-    Watch,
-)
+from falconet.config.options import Checkpoints, Data, Input, Logging, Run, Validation
 from falconet.config.settings import LINE, Setting
 from falconet.config.spaces import spaces_in
+from falconet.config.tool_options import DataCheck, Load, Pack, Report, Upload, Verify, Watch
 from falconet.errors import ConfigError, DataError, named_option
 from falconet.report.run_files import EXPORT_RECORD
 

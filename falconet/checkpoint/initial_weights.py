@@ -18,7 +18,8 @@ from falconet.checkpoint import format
 from falconet.checkpoint.foreign import WeightsFile, fit, load_foreign, read_file
 from falconet.checkpoint.manifest import MANIFEST
 from falconet.checkpoint.origin import Origin, find_origin, own_origin
-from falconet.config.options import BOUND_TO_WEIGHTS, Data, Model
+from falconet.config.options import Data, Model
+from falconet.config.values import BOUND_TO_WEIGHTS
 from falconet.data.preprocessing import (
     IMAGENET_MEAN,
     IMAGENET_STD,

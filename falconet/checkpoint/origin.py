@@ -11,8 +11,9 @@ from typing import Any
 
 from falconet.checkpoint.foreign import WeightsFile
 from falconet.checkpoint.manifest import Manifest
-from falconet.config.options import BOUND_TO_WEIGHTS, MODELS
+from falconet.config.options import MODELS
 from falconet.config.settings import DEFAULT, WEIGHTS
+from falconet.config.values import BOUND_TO_WEIGHTS
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 
 StoredOptions = dict[str, str | bool | list[str]]  # by name, as a checkpoint stores them

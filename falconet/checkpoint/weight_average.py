@@ -9,7 +9,7 @@ from torch import Tensor
 
 from falconet.checkpoint import format
 from falconet.checkpoint.manifest import Position
-from falconet.config import options
+from falconet.config import options, tool_options
 from falconet.errors import CheckpointError
 from falconet.report.console import counted
 
@@ -27,7 +27,7 @@ class Averaging:
     discarded: int = 0  # number of newest checkpoints to leave out before `last` is counted
 
 
-def averaging_of(section: options.Averaging | options.Average) -> Averaging:
+def averaging_of(section: options.Averaging | tool_options.Average) -> Averaging:
     assert section.weight_avg_strategy != "none"
     last, epochs = section.weight_avg_N, section.weight_avg_epochs if isinstance(section, options.Averaging) else None
     return Averaging(
@@ -35,7 +35,7 @@ def averaging_of(section: options.Averaging | options.Average) -> Averaging:
         decay=section.weight_avg_exp_decay,
         last=None if last in ("all", -1) or epochs is not None else int(last),
         epochs=epochs,
-        discarded=section.weight_avg_discard if isinstance(section, options.Average) else 0,
+        discarded=section.weight_avg_discard if isinstance(section, tool_options.Average) else 0,
     )
 
 

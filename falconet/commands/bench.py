@@ -11,7 +11,7 @@ from falconet.bench import results, runner
 from falconet.bench.spec import builtin_specs, find_spec, read_spec, select
 from falconet.config.commands import BenchOptions
 from falconet.config.load import Loaded
-from falconet.config.options import Bench
+from falconet.config.tool_options import Bench
 from falconet.errors import ConfigError, named_option
 from falconet.exits import DONE, FAILED, INTERRUPTED, SLOWER
 from falconet.parallel import host

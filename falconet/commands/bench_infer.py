@@ -15,8 +15,9 @@ from falconet.config import facts
 from falconet.config.commands import InferOptions, ValidateOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded, of_command, typed, unused_notes
-from falconet.config.options import Machine, share_of
+from falconet.config.options import Machine
 from falconet.config.settings import LINE, Setting
+from falconet.config.values import share_of
 from falconet.data.dataset import open_to_measure
 from falconet.errors import CheckpointError, named_option
 from falconet.evaluation import saved_model

@@ -12,7 +12,8 @@ from falconet import writing
 from falconet.config.commands import DataCheckOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
-from falconet.config.options import Data, DataCheck
+from falconet.config.options import Data
+from falconet.config.tool_options import DataCheck
 from falconet.data import check_report, exclusion, layout
 from falconet.data.check_report import Checked
 from falconet.data.dataset import home_of, open_dataset

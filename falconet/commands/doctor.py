@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
-from falconet.config import options as sections
 from falconet.config.commands import DoctorOptions
 from falconet.config.fields import options_of, value_or
 from falconet.config.load import Loaded, typed
+from falconet.config.options import Machine
 from falconet.config.settings import LINE
+from falconet.config.tool_options import Doctor
 from falconet.data import input
 from falconet.doctor import bottleneck, decoders, disk_speed, machine_facts, selftest
 from falconet.doctor.advice import Advice
@@ -22,7 +23,7 @@ from falconet.report import console
 from falconet.report.console import Say, counted
 
 TIMEOUT = 120.0  # seconds that a process waits for another
-OF_THE_MACHINE = (sections.Machine, sections.Doctor)  # sections that do not describe a training run
+OF_THE_MACHINE = (Machine, Doctor)  # sections that do not describe a training run
 
 
 def run(loaded: Loaded[DoctorOptions]) -> int:

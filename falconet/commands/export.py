@@ -16,8 +16,8 @@ from falconet import __version__, writing
 from falconet.checkpoint import format
 from falconet.config.commands import ExportOptions, TrainOptions
 from falconet.config.load import Loaded, load_options, unused_notes
-from falconet.config.options import Export
 from falconet.config.settings import LINE, Setting
+from falconet.config.tool_options import Export
 from falconet.errors import ConfigError, DataError, named_option
 from falconet.exits import DONE, FAILED
 from falconet.export import checks, photos, target_folder

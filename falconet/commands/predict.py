@@ -14,7 +14,7 @@ from typing import Protocol, TextIO
 from falconet import writing
 from falconet.config.commands import PredictOptions
 from falconet.config.load import Loaded, unused_notes
-from falconet.config.options import Predict
+from falconet.config.tool_options import Predict
 from falconet.errors import named_option, printable
 from falconet.exits import DONE, FAILED
 from falconet.infer import photos

@@ -17,7 +17,7 @@ from falconet.config import recipes
 from falconet.config.commands import RecipeVerifyOptions
 from falconet.config.evidence import Evidence, TrainedOnce, evidence_of
 from falconet.config.load import Loaded
-from falconet.config.options import Recipe
+from falconet.config.tool_options import Recipe
 from falconet.errors import ConfigError, Interrupted, WorldError, did_you_mean
 from falconet.exits import DONE, FAILED, INTERRUPTED, MISTAKE
 from falconet.parallel.host import none_left

@@ -17,7 +17,7 @@ from falconet.bench.execution import terminated_as_interrupted
 from falconet.config.commands import ServeOptions
 from falconet.config.fields import value_or
 from falconet.config.load import Loaded
-from falconet.config.options import Serving
+from falconet.config.tool_options import Serving
 from falconet.data.encoded import PhotoDecoder
 from falconet.errors import ConfigError
 from falconet.exits import INTERRUPTED

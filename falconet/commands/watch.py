@@ -20,7 +20,7 @@ from rich.text import Text
 from falconet.bench.execution import terminated_as_interrupted
 from falconet.config.commands import WatchOptions
 from falconet.config.load import Loaded
-from falconet.config.options import Watch
+from falconet.config.tool_options import Watch
 from falconet.exits import DONE
 from falconet.report import dashboard, epoch_lines, folders, gpu_driver, live_server
 from falconet.report.console import NOTICE, Lines, Screen

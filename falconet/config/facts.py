@@ -4,7 +4,8 @@ import re
 from typing import Literal
 
 from falconet.config.commands import Command, TrainOptions
-from falconet.config.options import Augmentation, Averaging, Data, Inference, Machine, Numerics, Parallel
+from falconet.config.options import Augmentation, Averaging, Data, Machine, Numerics, Parallel
+from falconet.config.tool_options import Inference
 
 PHOTO_KINDS = ("imagenet", "folder")  # kinds of data that are encoded images of many sizes
 AUTO_STAGES = re.compile(r"auto:\d{1,4}")  # a value of --pipeline-splits

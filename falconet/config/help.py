@@ -5,7 +5,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from falconet.config import options as declared
+from falconet.config import options, tool_options
 from falconet.config.commands import Command, DoctorOptions, SearchOptions, TrainOptions
 from falconet.config.fields import Option, options_of, sections_of
 from falconet.config.recipes import PHOTOS_CONFIG, values_of
@@ -57,8 +57,8 @@ def help_lines(name: str, command: type[Command], *, others: Sequence[str] = (),
 
 
 def sections_in_order(command: type[object]) -> list[type[object]]:
-    """The sections of a command as options.py has them: a checkpoint's table keeps another order."""
-    order = list(vars(declared))
+    """The sections of a command as they are declared: a checkpoint's table keeps another order."""
+    order = [*vars(options), *vars(tool_options)]
     return sorted(sections_of(command).values(), key=lambda section: order.index(section.__name__))
 
 

@@ -17,38 +17,27 @@ from falconet.config.facts import (
     uses_cutmix,
 )
 from falconet.config.options import (
-    ALLOWED,
-    BOUND_TO_WEIGHTS,
     MODELS,
     Augmentation,
     Averaging,
     Checkpoints,
-    Choices,
     Data,
-    Export,
     FineTuning,
-    Inference,
     LearningRate,
-    Load,
     Logging,
     Machine,
     Model,
     Numerics,
     Optimizer,
     Parallel,
-    Predict,
     Pretrained,
     Run,
-    Serving,
-    Table,
     Training,
     Views,
     Workspace,
-    further_average,
-    is_rate_share,
-    record_keys,
-    resolutions,
 )
+from falconet.config.tool_options import Choices, Export, Inference, Load, Predict, Serving, Table
+from falconet.config.values import ALLOWED, BOUND_TO_WEIGHTS, further_average, is_rate_share, record_keys, resolutions
 from falconet.errors import ConfigError, did_you_mean
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from falconet.config.fields import value_or
-from falconet.config.options import Augmentation, Data, bad_images, record_keys, reduced_size
+from falconet.config.options import Augmentation, Data
+from falconet.config.values import bad_images, record_keys, reduced_size
 from falconet.data import exclusion, layout
 from falconet.data.crops import Augment, Crops
 from falconet.data.headers import MISSING, Check, what_is_wrong, without_bad

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from falconet.config.fields import value_or
-from falconet.config.options import Augmentation, Data, bad_images
+from falconet.config.options import Augmentation, Data
+from falconet.config.values import bad_images
 from falconet.data import native
 from falconet.data.buffers import Buffers, PixelRows, RowReader, StandardRows, ValueRows
 from falconet.data.cache import EncodedCache, PixelCache, can_keep, encoded_bytes

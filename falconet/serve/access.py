@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from falconet.config.options import Access as AccessOptions
+from falconet.config.tool_options import Access as AccessOptions
 from falconet.errors import ConfigError
 from falconet.serve.protocol import HEADER
 from falconet.serve.refusals import ForbiddenError, UnauthorizedError

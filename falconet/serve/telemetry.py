@@ -11,7 +11,7 @@ from http import HTTPStatus
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from falconet.config.options import Telemetry as TelemetryOptions
+from falconet.config.tool_options import Telemetry as TelemetryOptions
 from falconet.report.console import Say
 from falconet.serve.access import Handler, route_of
 from falconet.serve.access_log import AccessLog

@@ -13,7 +13,7 @@ from falconet.checkpoint.state import TrainState
 from falconet.checkpoint.writer import Company, SharedWriter, Writer
 from falconet.config import commands, facts
 from falconet.config.fields import value_or
-from falconet.config.options import rate_share, resolutions, share_of
+from falconet.config.values import rate_share, resolutions, share_of
 from falconet.data.dataset import Dataset, published_dataset
 from falconet.data.loader import BatchShape
 from falconet.data.resident import require_size

@@ -12,7 +12,7 @@ from falconet.checkpoint import format, weight_average
 from falconet.checkpoint.foreign import load_weights
 from falconet.checkpoint.weight_average import Averaging, average, averaging_of, select
 from falconet.config import commands
-from falconet.config.options import further_average
+from falconet.config.values import further_average
 from falconet.data.dataset import Dataset
 from falconet.errors import CheckpointError, Interrupted
 from falconet.evaluation import accuracy_table

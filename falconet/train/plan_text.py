@@ -2,7 +2,7 @@
 
 import torch
 
-from falconet.config import commands, facts, options
+from falconet.config import commands, facts, options, values
 from falconet.config.facts import PHOTO_KINDS
 from falconet.data import input, native
 from falconet.data.order import class_weights
@@ -215,7 +215,7 @@ def _warmup(plan: Plan) -> list[str]:
 
 
 def _resolutions(asked: options.FineTuning) -> list[str]:
-    sides = options.resolutions(asked.resolution_schedule) or {}
+    sides = values.resolutions(asked.resolution_schedule) or {}
     words = ", ".join(f"{side} x {side} from epoch {epoch}" for epoch, side in sides.items())
     return [f"training images: {words}"] if words else []
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from falconet.checkpoint.initial_weights import InitialWeights
 from falconet.config import commands, facts
-from falconet.config.options import resolutions
+from falconet.config.values import resolutions
 from falconet.data.crops import Crops
 from falconet.data.dataset import Dataset
 from falconet.data.image_files import BadImages

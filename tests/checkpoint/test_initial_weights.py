@@ -11,7 +11,8 @@ import torchvision
 
 from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.initial_weights import find, pretrained_model
-from falconet.config.options import BOUND_TO_WEIGHTS, Data, Model
+from falconet.config.options import Data, Model
+from falconet.config.values import BOUND_TO_WEIGHTS
 from falconet.data.preprocessing import Preprocessing
 from falconet.errors import CheckpointError
 from falconet.models import pretrained, zoo

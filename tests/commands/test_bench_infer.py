@@ -280,7 +280,7 @@ def test_stages_on_one_device_are_noted_and_checked(falconet):
     assert "--pipeline-splits: got 'auto:1', expected layers, such as layer2/0 layer3/0, or auto:N" in answer.err
 
 
-@pytest.mark.parametrize("names", ["layer2/0/conv2 layer3/0", "auto:3"])
+@pytest.mark.parametrize("splits", ["layer2/0/conv2 layer3/0", "auto:3"])
 @pytest.mark.parametrize("of", ["random weights", "a checkpoint"])
 def test_stages_on_several_devices_predict_what_the_model_does(falconet, capfd, splits, of):
     """The devices are all this CPU, whose stages are the same modules."""

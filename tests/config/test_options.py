@@ -12,8 +12,8 @@ from falconet.config.docs import options_page
 from falconet.config.effects import EFFECTIVE_WHEN
 from falconet.config.fields import options_of, value_of
 from falconet.config.load import INVOCATION, parse
-from falconet.config.options import further_average
 from falconet.config.settings import from_line, spelled
+from falconet.config.values import further_average
 from falconet.errors import ConfigError
 from falconet.models import zoo
 

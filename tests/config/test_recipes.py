@@ -12,9 +12,9 @@ from falconet.config.commands import InferOptions, TrainOptions
 from falconet.config.docs import configs_page
 from falconet.config.fields import options_of
 from falconet.config.load import load, parse
-from falconet.config.options import rate_share
 from falconet.config.recipes import EXTENDS, about, all_configs, deviations, from_config, values_of
 from falconet.config.settings import Setting
+from falconet.config.values import rate_share
 from falconet.errors import ConfigError
 from falconet.legacy.table import Place
 from falconet.legacy.translate import read_configs, translate, translate_mapping

@@ -6,7 +6,8 @@ import pytest
 
 from falconet.config import rules
 from falconet.config.commands import COMMANDS, Command, RestoreOptions, TrainOptions
-from falconet.config.options import Choice, Choices, Export, Optimizer, Parallel
+from falconet.config.options import Choice, Optimizer, Parallel
+from falconet.config.tool_options import Choices, Export
 from falconet.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from falconet.commands.serve import exposed
-from falconet.config.options import Access as Options
+from falconet.config.tool_options import Access as Options
 from falconet.errors import ConfigError
 from falconet.serve import access
 from falconet.serve.access import Access, Keys, from_options, read_keys

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from falconet import inputs
 from falconet.config.commands import ServeOptions
 from falconet.config.load import parse, read_line
-from falconet.config.options import Telemetry as Options
+from falconet.config.tool_options import Telemetry as Options
 from falconet.errors import ConfigError
 from falconet.serve import access_log, records, telemetry, tracing
 from falconet.serve.access import Access, Keys

@@ -5,8 +5,8 @@ import pytest
 from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import load
-from falconet.config.options import reduced_size
 from falconet.config.settings import from_line
+from falconet.config.values import reduced_size
 from falconet.errors import ConfigError
 from falconet.train.plan import phases_of
 

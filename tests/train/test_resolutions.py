@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from falconet.config.options import resolutions
+from falconet.config.values import resolutions
 from falconet.train.step import LocalStep
 from runs import assert_bitwise, stop_at
 from tiny import TINY
