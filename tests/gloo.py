@@ -13,11 +13,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
 
 from falconet.parallel.collectives import join
@@ -125,7 +124,7 @@ def forked(config: LaunchConfig, executable: str) -> Callable[..., None]:
             workers = [context.Process(target=_work, args=(rank, size, *line), daemon=True) for rank in range(size)]
             for worker in workers:
                 worker.start()
-            while (failed := _failed(workers)) is None:
+            while (failed := _failures(workers)) is None:
                 wait([worker.sentinel for worker in workers if worker.exitcode is None], LIMIT)
             for worker in workers:
                 worker.terminate()
@@ -134,14 +133,18 @@ def forked(config: LaunchConfig, executable: str) -> Callable[..., None]:
                 for rank in range(size):
                     print(Path(said, f"{rank}.{stream}").read_text(), end="", file=getattr(sys, f"std{stream}"))
         if failed:
-            raise ChildFailedError(module, {rank: SimpleNamespace(exitcode=code) for rank, code in failed.items()})
+            raise ChildFailedError(module, failed)
 
     return agent
 
 
-def _failed(workers) -> dict[int, int] | None:
-    """The exit codes of those that failed, by rank; None: some are still at work, and none has failed."""
-    found = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker.exitcode}
+def _failures(workers) -> dict[int, ProcessFailure] | None:
+    """The failures by rank; None: some workers are still at work, and none has failed."""
+    found = {
+        rank: ProcessFailure(local_rank=rank, pid=worker.pid, exitcode=worker.exitcode, error_file=os.devnull)
+        for rank, worker in enumerate(workers)
+        if worker.exitcode
+    }
     return found if found or all(worker.exitcode == 0 for worker in workers) else None
 
 

@@ -60,7 +60,7 @@ def run(loaded: Loaded[InferOptions], conventions: Conventions = FALCONET) -> in
         if requested > stages:
             what = _in_words(device_kind(options.machine.device))
             screen.line(f"note: {requested} stages requested, {what}: the whole model predicts on one")
-        subject = opened(options, line, world, devices=_devices(stages, place, world))
+        subject = opened(options, line, world, devices=stage_devices(stages, place, world))
         for note in unused_notes(subject.options, line):
             screen.line(note)
         _carry_out(subject, world, conventions)
@@ -141,8 +141,8 @@ def _stages(options: InferOptions) -> int:
     return stages if device_kind(options.machine.device) == "cuda" and torch.cuda.device_count() >= stages else 1
 
 
-def _devices(stages: int, place: environment.Place | None, world: World) -> list[torch.device]:
-    """The devices of this process: neighbours, after those of the processes before it."""
+def stage_devices(stages: int, place: environment.Place | None, world: World) -> list[torch.device]:
+    """The devices of this process, one per stage: neighbours, after those of the processes before it."""
     first = (place.local_rank if place else 0) * stages
     return [torch.device("cuda", first + stage) for stage in range(stages)] if stages > 1 else [world.device]
 

@@ -18,7 +18,7 @@ from falconet.config.commands import InferOptions
 from falconet.config.load import read_line
 from falconet.data.buffers import Batch
 from falconet.parallel.environment import OURS, Place
-from falconet.parallel.world import open_machine
+from falconet.parallel.world import ALONE, open_machine
 from falconet.report.styles import FALCONET
 from layouts import encoded, photo
 from tiny import TINY
@@ -278,6 +278,13 @@ def test_stages_on_one_device_are_noted_and_checked(falconet):
     assert "--pipeline-splits: 'layer9/0' is not a layer; the nearest are " in answer.err
     answer = falconet(f"{SMALL} --pipeline-splits auto:1")
     assert "--pipeline-splits: got 'auto:1', expected layers, such as layer2/0 layer3/0, or auto:N" in answer.err
+
+
+def test_each_process_has_neighbouring_devices_for_its_stages():
+    second = Place(rank=5, size=8, local_rank=1, local_size=4, launcher="torchrun")
+    assert bench_infer.stage_devices(2, second, ALONE) == [torch.device("cuda:2"), torch.device("cuda:3")]
+    assert bench_infer.stage_devices(2, None, ALONE) == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert bench_infer.stage_devices(1, second, ALONE) == [ALONE.device]
 
 
 @pytest.mark.parametrize("splits", ["layer2/0/conv2 layer3/0", "auto:3"])

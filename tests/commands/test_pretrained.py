@@ -5,7 +5,7 @@ import safetensors.torch
 import torch
 
 import hub
-from falconet.bench import model_speed
+from falconet.commands import bench_infer
 from falconet.models import zoo
 
 LINE = "bench infer --model resnet18 --data generated --micro-batch-size 1 --iterations 6 --image-size 32 --threads 1"
@@ -23,10 +23,10 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    """The models that were measured."""
-    models = []
-    monkeypatch.setattr(model_speed, "measure", lambda subject, world, conventions: models.append(subject.model))
+def built(monkeypatch):
+    """The models that were built."""
+    models, build = [], bench_infer.build_model
+    monkeypatch.setattr(bench_infer, "build_model", lambda *of, **more: models.append(build(*of, **more)) or models[-1])
     return models
 
 
