@@ -41,7 +41,7 @@ def watched() -> list[Text]:
             followed: object = None
             while not (isinstance(followed, FollowedRun) and followed.look().moments[LOOKED_AT - 1 :]):
                 time.sleep(0.1)
-                followed = what_is_there(Path(folder) / "runs/first") if (Path(folder) / "runs").is_dir() else None
+                followed = what_is_there(Path(folder) / "runs/first") if (Path(folder) / "runs/first/metrics.jsonl").is_file() else None
             place = Place(width=COLUMNS, height=32)
             shown = dashboard.run_lines(followed.look(), place, where=Path("runs/first"))
             training.wait()

@@ -83,7 +83,7 @@ class Regime:
         if self._is_bfloat16_on_cpu(device) and not _has_bfloat16(device):
             return f"{self.name} (this CPU has no bf16 instructions: --precision 32.32 is faster)"
         if self.compute == torch.float32 and automatic(device.type) != self.name:
-            return f"{self.name} (--precision auto, here {automatic(device.type)}, is faster)"
+            return f"{self.name} (--precision auto, here {automatic(device.type)}, is usually faster)"
         return self.name
 
     def require(self, device: torch.device) -> None:
