@@ -1,6 +1,8 @@
 """Rules hold for the commands that have what their parameters name; refusals are tested with their subjects."""
 
+import ast
 from functools import wraps
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +57,10 @@ def test_rule_holds_for_the_commands_that_have_what_it_names(rule, monkeypatch):
 def test_every_rule_holds_for_a_command(rule, monkeypatch):
     """A wrong type would silently switch it off."""
     assert commands_of(rule, monkeypatch)
+
+
+def test_every_rule_is_in_force():
+    tree = ast.parse(Path(rules.__file__).read_text())
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("_")}
+    assert own - used == set()
