@@ -7,7 +7,7 @@ from pathlib import Path
 import falconet
 
 SMALL = 60  # lines
-OF_A_KIND = ("falconet.commands.", "falconet.report.aim")  # one of several: commands, trackers
+OF_A_KIND = ("falconet.commands.", "falconet.report.trackers.aim")  # one of several: commands, trackers
 
 
 def test_a_small_module_has_more_than_one_importer():

@@ -37,11 +37,12 @@ def watched() -> list[Text]:
     """What `falconet watch` shows of a run that is under way."""
     with tempfile.TemporaryDirectory() as folder:
         line = [sys.executable, "-m", "falconet", "train", "--run-dir", "runs/first"]
+        run = Path(folder) / "runs/first"
         with subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL) as training:
             followed: object = None
             while not (isinstance(followed, FollowedRun) and followed.look().moments[LOOKED_AT - 1 :]):
                 time.sleep(0.1)
-                followed = what_is_there(Path(folder) / "runs/first") if (Path(folder) / "runs/first/metrics.jsonl").is_file() else None
+                followed = what_is_there(run) if (run / "metrics.jsonl").is_file() else None
             place = Place(width=COLUMNS, height=32)
             shown = dashboard.run_lines(followed.look(), place, where=Path("runs/first"))
             training.wait()

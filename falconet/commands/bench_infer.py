@@ -34,10 +34,11 @@ from falconet.numerics.precision import (
 from falconet.parallel import environment
 from falconet.parallel.division import PROCESSES_PER_CORE, processes_of
 from falconet.parallel.world import World, cores, device_kind, open_machine
-from falconet.report import console, trace
+from falconet.report import console
 from falconet.report.console import Say, are
 from falconet.report.folders import RUNS
-from falconet.report.kernel_times import brief, kernel_times
+from falconet.report.profile import trace
+from falconet.report.profile.kernel_times import brief, kernel_times
 from falconet.report.styles import FALCONET, Conventions
 
 

@@ -26,8 +26,8 @@ from falconet.data.unlisted import unlisted
 from falconet.errors import DataError, Interrupted, LinkError, printable
 from falconet.exits import BROKEN, DONE
 from falconet.parallel import world
-from falconet.report import data_page
 from falconet.report.console import Counting, Screen, counted
+from falconet.report.pages import data_page
 
 
 def run(loaded: Loaded[DataCheckOptions]) -> int:

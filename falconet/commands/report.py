@@ -11,9 +11,10 @@ from falconet import writing
 from falconet.config.commands import ReportOptions
 from falconet.config.load import Loaded
 from falconet.errors import ConfigError, DataError, LinkError, printable
-from falconet.report import plots, run_page
+from falconet.report import plots
 from falconet.report.console import Screen
 from falconet.report.curves import csv_lines
+from falconet.report.pages import run_page
 from falconet.report.run_files import METRICS, REPORT, RESULTS, RunFiles, read_run
 
 

@@ -12,7 +12,7 @@ from falconet.config.load import Loaded
 from falconet.config.settings import read_yaml
 from falconet.errors import ConfigError, DataError
 from falconet.report.console import Screen, counted
-from falconet.report.weights_and_biases import WeightsAndBiases
+from falconet.report.trackers.weights_and_biases import WeightsAndBiases
 
 CONFIG, METRICS, TRAINING, VALIDATION = "config.yaml", "metrics.jsonl", "training.csv", "validation.csv"
 OPTIONS = ("arguments.json", "app.json")  # of the TensorFlow and the PyTorch program

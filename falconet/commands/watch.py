@@ -22,11 +22,12 @@ from falconet.config.commands import WatchOptions
 from falconet.config.load import Loaded
 from falconet.config.tool_options import Watch
 from falconet.exits import DONE
-from falconet.report import dashboard, epoch_lines, folders, gpu_driver, live_server
+from falconet.report import dashboard, epoch_lines, folders, gpu_driver
 from falconet.report.console import NOTICE, Lines, Screen
 from falconet.report.dashboard import Place
 from falconet.report.followed_runs import RUNS, FollowedFolder, FollowedRun, what_is_there
-from falconet.report.live_site import Site
+from falconet.report.pages import live_server
+from falconet.report.pages.live_site import Site
 
 LEAST_SECONDS = 1.0  # between two looks
 SHARE = 10  # times as long as a look took, so that looking takes a tenth of a core at most

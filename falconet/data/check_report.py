@@ -15,7 +15,7 @@ from falconet.data.image_files import DAMAGE, UnreadableImageError, to_rgb, use_
 from falconet.data.storage import PhotoSource
 from falconet.errors import printable
 from falconet.report.console import counted
-from falconet.report.data_page import Page, Picture, Section, Tile
+from falconet.report.pages.data_page import Page, Picture, Section, Tile
 
 FIRST_LINE = "# falconet data check: kind, path and detail of every finding, separated by tabs"
 MOST_EXAMPLES = 2  # per line

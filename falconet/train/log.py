@@ -12,10 +12,10 @@ from falconet.checkpoint.state import Totals, TrainState
 from falconet.parallel.world import World
 from falconet.report.console import Screen, counted
 from falconet.report.epochs import ACCURACY, Metric
-from falconet.report.histograms import count_histograms, no_histograms, read_histograms
 from falconet.report.styles import Point, Style
 from falconet.report.throughput import Laps, Rate, Reading, Stopwatch
-from falconet.report.trackers import Tracker
+from falconet.report.trackers.histograms import count_histograms, no_histograms, read_histograms
+from falconet.report.trackers.tracker import Tracker
 from falconet.train.metrics import Measurements, Meter
 from falconet.train.plan import Plan
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from falconet.data.buffers import Batch
 from falconet.errors import UserError
-from falconet.report import trace
 from falconet.report.console import Say, counted
-from falconet.report.kernel_times import brief, kernel_times
-from falconet.report.layer_costs import Layers, layer_costs
-from falconet.report.trace import BEFORE, FILES, TRACED, Tracing
+from falconet.report.profile import trace
+from falconet.report.profile.kernel_times import brief, kernel_times
+from falconet.report.profile.layer_costs import Layers, layer_costs
+from falconet.report.profile.trace import BEFORE, FILES, TRACED, Tracing
 from falconet.train.step import Step, Update
 
 LOOKED = 3  # the update that is profiled layer by layer; a profiled run captures updates only after it

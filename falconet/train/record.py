@@ -34,12 +34,13 @@ from falconet.evaluation.evaluate import Evaluation
 from falconet.parallel import host
 from falconet.parallel.grid import Grid
 from falconet.parallel.world import World, cores
-from falconet.report import plots, run_files, run_page
+from falconet.report import plots, run_files
 from falconet.report.console import Say
+from falconet.report.pages import run_page
 from falconet.report.run_files import ANSWERS, ENVIRONMENT, LAYERS, MEMORY, REPORT, SEEN, MemoryPoint, State
 from falconet.report.styles import Validated
 from falconet.report.throughput import Stopwatch
-from falconet.report.trackers import Confusion, Picture, Tracker
+from falconet.report.trackers.tracker import Confusion, Picture, Tracker
 from falconet.train.layer_table import Row
 from falconet.train.step import Step, Update
 from falconet.train.validation import NoRecord, Record, Which

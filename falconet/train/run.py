@@ -167,7 +167,7 @@ def _graph(built: BuiltPhase) -> Any:
     """The model for TensorBoard, if that was asked for and works; before the model is changed for its device."""
     if not built.options.logging.tensorboard or not built.site.world.is_first:
         return None
-    from falconet.report.tensorboard import graph_of
+    from falconet.report.trackers.tensorboard import graph_of
 
     size = built.images.preprocessing.image_size
     return graph_of(built.placement.network.model, image_size=size, say=built.site.screen.line)

@@ -25,9 +25,10 @@ from falconet.errors import (
     named_option,
 )
 from falconet.models import zoo
-from falconet.report import plots, trace
+from falconet.report import plots
 from falconet.report.console import Say
 from falconet.report.folders import RunShape
+from falconet.report.profile import trace
 from falconet.report.run_files import (
     ANSWERS,
     CHECKPOINTS,
@@ -45,7 +46,7 @@ from falconet.report.run_files import (
 )
 from falconet.report.sinks import JsonLines, Several, Sink, UpdateTimes
 from falconet.report.styles import FALCONET, Conventions, Table
-from falconet.report.trackers import Guarded, Tracker
+from falconet.report.trackers.tracker import Guarded, Tracker
 from falconet.train.interruption import restore_line
 from falconet.train.validation import AVERAGED
 
@@ -328,25 +329,25 @@ def _asked_for(
     }
 
     def tensorboard() -> Tracker:
-        from falconet.report.tensorboard import TensorBoard
+        from falconet.report.trackers.tensorboard import TensorBoard
 
         after = restored.manifest.progress.update if restored else None
         return TensorBoard(folder / "tensorboard", options=chosen, after=after)
 
     def wandb() -> Tracker:
-        from falconet.report.weights_and_biases import WeightsAndBiases
+        from falconet.report.trackers.weights_and_biases import WeightsAndBiases
 
         offline = lambda why: say(f"note: --wandb: {why}")  # noqa: E731
         return WeightsAndBiases(folder, project=logging.wandb_project, name=folder.name, config=every, offline=offline)
 
     def mlflow() -> Tracker:
-        from falconet.report.mlflow import MLflow
+        from falconet.report.trackers.mlflow import MLflow
 
         files = (CONFIG, PLAN, METRICS, SUMMARY, REPORT, RESULTS)
         return MLflow(folder, mark=mark, options=every, files=files, continues=restored is not None)
 
     def aim() -> Tracker:
-        from falconet.report.aim import Aim
+        from falconet.report.trackers.aim import Aim
 
         return Aim(folder, options=every)
 

@@ -17,7 +17,7 @@ from falconet.report.epochs import BEST, Metric, in_short, span
 from falconet.report.gpu_driver import joules_in_words
 from falconet.report.run_files import SUMMARY, read_run
 from falconet.report.throughput import Rate
-from falconet.report.trackers import Tracker
+from falconet.report.trackers.tracker import Tracker
 from falconet.train import memory_report
 from falconet.train.log import Log
 from falconet.train.memory_report import StageMemory

@@ -9,7 +9,7 @@ from falconet.errors import ConfigError
 from falconet.legacy import pytorch_training
 from falconet.legacy.table import Place
 from falconet.legacy.translate import translate
-from falconet.report import trace
+from falconet.report.profile import trace
 from translations import refused, wrong
 
 TRAIN = "pytorch:train.py"

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from falconet.errors import ConfigError
-from falconet.report import trackers
-from falconet.report.aim import Aim
-from falconet.report.histograms import Histogram
-from falconet.report.mlflow import MLflow
-from falconet.report.tensorboard import TensorBoard
-from falconet.report.trackers import Confusion, Guarded, Picture, Tracker
-from falconet.report.weights_and_biases import WeightsAndBiases
+from falconet.report.trackers import tracker
+from falconet.report.trackers.aim import Aim
+from falconet.report.trackers.histograms import Histogram
+from falconet.report.trackers.mlflow import MLflow
+from falconet.report.trackers.tensorboard import TensorBoard
+from falconet.report.trackers.tracker import Confusion, Guarded, Picture, Tracker
+from falconet.report.trackers.weights_and_biases import WeightsAndBiases
 
 TINY = "--model resnet8-cifar --micro-batch-size 256 --threads 1 --epoch 1 --run-dir r"
 HISTOGRAM = Histogram(0.0, 2.0, 3, 3.0, 5.0, [1, 2])
@@ -108,8 +108,8 @@ def test_a_tracker_that_is_refused_closes_those_that_were_opened_before_it(falco
     def refuse(*_, **__):
         raise ConfigError("--aim: got nothing to write to")
 
-    monkeypatch.setattr("falconet.report.tensorboard.TensorBoard", lambda *_, **__: kept)
-    monkeypatch.setattr("falconet.report.aim.Aim", refuse)
+    monkeypatch.setattr("falconet.report.trackers.tensorboard.TensorBoard", lambda *_, **__: kept)
+    monkeypatch.setattr("falconet.report.trackers.aim.Aim", refuse)
     monkeypatch.setitem(sys.modules, "aim", SimpleNamespace(__spec__=ModuleSpec("aim", None)))
     answer = falconet(f"train {TINY} --tensorboard --aim")
     assert (answer.code, answer.err) == (2, "falconet train: --aim: got nothing to write to\n")
@@ -118,8 +118,8 @@ def test_a_tracker_that_is_refused_closes_those_that_were_opened_before_it(falco
 
 @pytest.mark.parametrize("hangs", ["open", "write", "close"])
 def test_what_hangs_is_waited_for_once_and_left_behind(monkeypatch, hangs):
-    monkeypatch.setattr(trackers, "CLOSING", 0.1)
-    monkeypatch.setattr(trackers, "WAITING", 4)
+    monkeypatch.setattr(tracker, "CLOSING", 0.1)
+    monkeypatch.setattr(tracker, "WAITING", 4)
     said, release = [], threading.Event()
 
     class Hanging(Recording):

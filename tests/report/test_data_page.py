@@ -4,7 +4,7 @@ import pytest
 
 import layouts
 import odd_photos
-from falconet.report.data_page import Page, Picture, Section, Tile, rendered
+from falconet.report.pages.data_page import Page, Picture, Section, Tile, rendered
 
 EVIL = "\"'><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>&amp;.jpg"
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from falconet.report.histograms import BINS, count_histograms, no_histograms, read_histograms
+from falconet.report.trackers.histograms import BINS, count_histograms, no_histograms, read_histograms
 
 VALUES = {
     "normal": torch.randn(5000, generator=torch.Generator().manual_seed(0)),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import falconet
-from falconet.report.kernel_kinds import kind_of
+from falconet.report.profile.kernel_kinds import kind_of
 
 ROOT = Path(falconet.__file__).parent
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from falconet.report import trace
-from falconet.report.kernel_times import brief, kernel_times, shares
+from falconet.report.profile import trace
+from falconet.report.profile.kernel_times import brief, kernel_times, shares
 
 
 class Event:

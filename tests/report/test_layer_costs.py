@@ -7,9 +7,9 @@ from torch.nn.modules import module as modules
 
 from falconet.models.fusion import fuse
 from falconet.numerics.recompute import recompute
-from falconet.report import trace
-from falconet.report.kernel_times import kernel_times, works_of
-from falconet.report.layer_costs import POINTS, Layers, layer_costs
+from falconet.report.profile import trace
+from falconet.report.profile.kernel_times import kernel_times, works_of
+from falconet.report.profile.layer_costs import POINTS, Layers, layer_costs
 
 CPU = torch.device("cpu")
 IMAGES = 8

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from falconet.errors import LinkError
-from falconet.report import trace
 from falconet.report.mlperf import MlperfLog, Submission
+from falconet.report.profile import trace
 from falconet.report.sinks import JsonLines, UpdateTimes
 from falconet.report.styles import RunLog
-from falconet.report.tensorboard import TensorBoard
+from falconet.report.trackers.tensorboard import TensorBoard
 
 
 def log(folder):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from playwright.sync_api import expect
 
-from falconet.report import live_server
-from falconet.report.live_site import Site
+from falconet.report.pages import live_server
+from falconet.report.pages.live_site import Site
 from gloo import free_port
 from growing_runs import growing
 from report_runs import answers, write_run
@@ -24,7 +24,7 @@ POINTS = "report.data.charts[0].data[0].length"
 
 @pytest.fixture
 def serve(monkeypatch):
-    monkeypatch.setattr("falconet.report.live_site.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("falconet.report.pages.live_site.LEAST_SECONDS", 0.0)
     ended = []
 
     def served(folder, port=0):

@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from falconet.errors import ConfigError, DataError
-from falconet.report import live_server
-from falconet.report.live_site import Site
+from falconet.report.pages import live_server
+from falconet.report.pages.live_site import Site
 from growing_runs import growing
 from report_runs import write_run
 

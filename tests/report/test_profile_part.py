@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from falconet.report.profile_part import profile_part, read_profile, timed
+from falconet.report.pages.profile import profile_part, read_profile, timed
+from falconet.report.pages.run_page import page
 from falconet.report.run_files import PROFILE, Layer, read_run
-from falconet.report.run_page import page
 from report_runs import profile, write_run
 
 ATTACK = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from falconet.errors import DataError
-from falconet.report import foreign_folder, run_page
+from falconet.report import foreign_folder
+from falconet.report.pages import run_page
 from falconet.report.run_files import read_run
 from report_runs import write_run
 

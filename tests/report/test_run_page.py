@@ -9,11 +9,11 @@ import pytest
 
 from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
-from falconet.report import page_answers, run_page
 from falconet.report.curves import MOST_POINTS, charts_of, csv_lines, epoch_rows, thinned
+from falconet.report.pages import mistakes, run_page
+from falconet.report.pages.run_page import page
 from falconet.report.results import MIXED, OUTPUTS, differences, is_mixed, results_of
 from falconet.report.run_files import read_run
-from falconet.report.run_page import page
 from report_runs import answers, lines, metrics, several_labels, write_run
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e"
@@ -205,7 +205,7 @@ def test_a_thousand_classes_and_a_long_run_stay_small(tmp_path):
     assert len(html.encode()) < 3_000_000
     matrix = island(html)["matrices"]["r0-matrix"]
     assert len(matrix["names"]) == 1000
-    assert len(matrix["cells"]) == 3 * page_answers.MOST_CELLS
+    assert len(matrix["cells"]) == 3 * mistakes.MOST_CELLS
 
 
 def test_thinning_keeps_the_ends_and_the_extremes():

@@ -6,7 +6,7 @@ import random
 import pytest
 from playwright.sync_api import expect
 
-from falconet.report import run_page
+from falconet.report.pages import run_page
 from falconet.report.run_files import read_run
 from report_runs import answers, lines, profile, write_run
 

@@ -11,9 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
 
-from falconet.report.histograms import Histogram
-from falconet.report.tensorboard import TensorBoard, graph_of
-from falconet.report.trackers import Confusion, Guarded, Picture
+from falconet.report.trackers.histograms import Histogram
+from falconet.report.trackers.tensorboard import TensorBoard, graph_of
+from falconet.report.trackers.tracker import Confusion, Guarded, Picture
 
 
 def read(folder):

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from falconet.report.aim import Aim
-from falconet.report.histograms import Histogram
-from falconet.report.mlflow import QUIETLY, MLflow
-from falconet.report.trackers import OPENING, Confusion, Picture
-from falconet.report.weights_and_biases import ANSWERING, CHARTED, KEYS, STARTING, WeightsAndBiases
+from falconet.report.trackers.aim import Aim
+from falconet.report.trackers.histograms import Histogram
+from falconet.report.trackers.mlflow import QUIETLY, MLflow
+from falconet.report.trackers.tracker import OPENING, Confusion, Picture
+from falconet.report.trackers.weights_and_biases import ANSWERING, CHARTED, KEYS, STARTING, WeightsAndBiases
 
 CONFUSION = Confusion(("a", "b"), [(0, 0, 2), (1, 0, 1)])
 HISTOGRAM = Histogram(0.0, 2.0, 3, 3.0, 5.0, [1, 2])
@@ -114,7 +114,7 @@ def test_without_a_key_it_logs_offline_and_asks_nothing(keyless, tmp_path, monke
 
 def test_without_a_connection_it_logs_offline(keyless, tmp_path, monkeypatch, silent):
     monkeypatch.setenv("WANDB_API_KEY", "k")
-    monkeypatch.setattr("falconet.report.weights_and_biases.ANSWERING", 0.1)
+    monkeypatch.setattr("falconet.report.trackers.weights_and_biases.ANSWERING", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     for address, why in ((f"http://127.0.0.1:{port}", "Connection refused"), (silent, "no answer within 0.1 s")):

@@ -15,9 +15,9 @@ from torch.nn.modules import module as modules
 
 import runs
 from falconet.checkpoint import format
-from falconet.report import trace
+from falconet.report.profile import trace
+from falconet.report.profile.trace import FILES, TABLE, TRACE
 from falconet.report.throughput import Stopwatch
-from falconet.report.trace import FILES, TABLE, TRACE
 from falconet.train import profiled_step
 from falconet.train.build import BuiltPhase
 from falconet.train.capture import WARM

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from falconet.parallel.world import World
-from falconet.report.histograms import count_histograms, read_histograms
+from falconet.report.trackers.histograms import count_histograms, read_histograms
 from falconet.train.log import weight_drawing
 
 

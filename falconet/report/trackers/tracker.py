@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from falconet.errors import UserError, printable
 from falconet.report.console import Say
-from falconet.report.histograms import Histogram
 from falconet.report.sinks import Metrics
+from falconet.report.trackers.histograms import Histogram
 
 OPENING = 30.0  # seconds that a run waits for a tracker before its first update
 CLOSING = 60.0  # seconds that it waits after the last one for what is still to be sent

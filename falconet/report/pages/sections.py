@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from falconet.report.console import counted
 from falconet.report.curves import short
 from falconet.report.epochs import in_short
-from falconet.report.page_answers import answers_part
-from falconet.report.page_parts import Cell, Column, details, facts, inert, table, tiles
-from falconet.report.profile_part import profile_part, read_profile, timed
+from falconet.report.pages.mistakes import answers_part
+from falconet.report.pages.parts import Cell, Column, details, facts, inert, table, tiles
+from falconet.report.pages.profile import profile_part, read_profile, timed
 from falconet.report.run_files import RunFiles
 
 MOST_LAYERS = 1000

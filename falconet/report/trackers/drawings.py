@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from falconet.report.trackers import Confusion, Picture
+from falconet.report.trackers.tracker import Confusion, Picture
 
 Pixels = npt.NDArray[np.uint8]  # H x W x 3
 

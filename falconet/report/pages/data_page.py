@@ -7,8 +7,8 @@ from pathlib import Path
 from string import Template
 
 from falconet.report.console import counted
-from falconet.report.page_document import asset
-from falconet.report.page_parts import inert
+from falconet.report.pages.document import asset
+from falconet.report.pages.parts import inert
 
 TEMPLATE = Path(__file__).with_name("data_page.html")
 FIRST_CLASSES = 40  # shown at once; the others on request

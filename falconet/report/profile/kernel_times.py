@@ -8,8 +8,8 @@ from typing import Any
 
 from torch._C._autograd import DeviceType
 
-from falconet.report.kernel_kinds import Kind, kind_of
-from falconet.report.trace import Traced
+from falconet.report.profile.kernel_kinds import Kind, kind_of
+from falconet.report.profile.trace import Traced
 
 MOST_KERNELS = 60
 LONGEST_NAME = 300  # characters: templates of C++ have thousands

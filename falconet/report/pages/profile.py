@@ -10,7 +10,7 @@ from typing import Any
 
 from falconet.report.console import counted
 from falconet.report.foreign_folder import count, number, objects, text
-from falconet.report.page_parts import Cell, Column, inert, table
+from falconet.report.pages.parts import Cell, Column, inert, table
 from falconet.report.run_files import Layer
 
 MOST_KINDS, MOST_KERNELS, MOST_LAYERS, MOST_POINTS, MOST_PHASES = 30, 200, 2000, 2000, 200

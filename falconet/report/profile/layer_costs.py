@@ -17,8 +17,8 @@ from torch import fx, nn
 from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from falconet.report.kernel_times import in_order, is_launch, is_on_device, is_on_host, own_times, parents
-from falconet.report.trace import Traced
+from falconet.report.profile.kernel_times import in_order, is_launch, is_on_device, is_on_host, own_times, parents
+from falconet.report.profile.trace import Traced
 
 Phase = Literal["forward", "backward", "optimizer", "other"]
 Row = dict[str, object]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from falconet.report.answers import Answers, Bin
 from falconet.report.console import counted
-from falconet.report.page_parts import Cell, Column, details, examples, inert, table
+from falconet.report.pages.parts import Cell, Column, details, examples, inert, table
 
 MOST_CELLS = 60_000  # of a confusion matrix, the largest: about 700 kB
 MOST_NAMED = 2000  # classes in a table, the worst

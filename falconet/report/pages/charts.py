@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from falconet.report.curves import Chart, columns_in, epoch_rows, short
 from falconet.report.epochs import in_short
-from falconet.report.page_parts import Cell, Column, details, inert, table
+from falconet.report.pages.parts import Cell, Column, details, inert, table
 from falconet.report.run_files import RESULTS, RunFiles
 
 MOST_ROWS = 1000  # epochs in the table

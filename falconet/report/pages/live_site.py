@@ -10,17 +10,17 @@ from pathlib import Path
 from urllib.parse import quote
 
 from falconet.errors import DataError
-from falconet.report import run_page
 from falconet.report.console import counted
 from falconet.report.curves import charts_of
 from falconet.report.dashboard import short_state
 from falconet.report.epochs import in_short, rate
 from falconet.report.followed_runs import FollowedFolder, FollowedRun, what_is_there
-from falconet.report.live_server import Answer
-from falconet.report.page_curves import curves_section, figures, numbers_part
-from falconet.report.page_document import document
-from falconet.report.page_parts import Cell, Column, inert, table
-from falconet.report.page_sections import TITLES, sections_of
+from falconet.report.pages import run_page
+from falconet.report.pages.charts import curves_section, figures, numbers_part
+from falconet.report.pages.document import document
+from falconet.report.pages.live_server import Answer
+from falconet.report.pages.parts import Cell, Column, inert, table
+from falconet.report.pages.sections import TITLES, sections_of
 from falconet.report.progress import left_in_words, progress_of, state_in_words
 from falconet.report.results import MIXED, about_of, best_of, is_mixed, last_of
 from falconet.report.run_files import RunFiles, read_all

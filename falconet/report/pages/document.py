@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
-from falconet.report.page_parts import details, inert
+from falconet.report.pages.parts import details, inert
 
 FOOT = "Made by Falconet from the files of the run folder."
 
@@ -55,7 +55,7 @@ def document(title: str, body: str, data: Mapping[str, object], *, follows: bool
 
 @cache
 def asset(name: str) -> str:
-    return files("falconet.report").joinpath(f"assets/{name}").read_text(encoding="utf-8")
+    return files("falconet.report.pages").joinpath(f"assets/{name}").read_text(encoding="utf-8")
 
 
 def _digest(script: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from falconet.errors import ConfigError
 from falconet.report.sinks import Metrics
-from falconet.report.trackers import Tracker
+from falconet.report.trackers.tracker import Tracker
 
 EXPERIMENT = "falconet"
 FOLDER, MARK = "falconet.run_folder", "falconet.run"  # tags by which a continued run finds its own

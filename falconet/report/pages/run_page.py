@@ -8,11 +8,11 @@ from pathlib import Path
 
 from falconet import writing
 from falconet.report.curves import Chart, charts_of, csv_lines
-from falconet.report.page_answers import matrix_data
-from falconet.report.page_curves import chart_data, curves_section, figures, numbers_part
-from falconet.report.page_document import document
-from falconet.report.page_parts import Cell, Column, details, inert, table
-from falconet.report.page_sections import TITLES, sections_of
+from falconet.report.pages.charts import chart_data, curves_section, figures, numbers_part
+from falconet.report.pages.document import document
+from falconet.report.pages.mistakes import matrix_data
+from falconet.report.pages.parts import Cell, Column, details, inert, table
+from falconet.report.pages.sections import TITLES, sections_of
 from falconet.report.progress import state_in_words
 from falconet.report.results import MIXED, OUTPUTS, about_of, differences, is_mixed, results_of
 from falconet.report.run_files import REPORT, RESULTS, RunFiles, State, read_run

@@ -15,11 +15,11 @@ from torch import nn
 
 from falconet import writing
 from falconet.errors import ConfigError
-from falconet.report import drawings
 from falconet.report.console import Say
-from falconet.report.histograms import Histogram
 from falconet.report.sinks import Metrics
-from falconet.report.trackers import Confusion, Picture, Tracker, in_words
+from falconet.report.trackers import drawings
+from falconet.report.trackers.histograms import Histogram
+from falconet.report.trackers.tracker import Confusion, Picture, Tracker, in_words
 
 Option = int | float | str | bool
 

@@ -8,10 +8,10 @@ from typing import Any
 from PIL import Image
 
 from falconet.errors import ConfigError
-from falconet.report import drawings
-from falconet.report.histograms import Histogram
 from falconet.report.sinks import Metrics
-from falconet.report.trackers import Confusion, Picture, Tracker
+from falconet.report.trackers import drawings
+from falconet.report.trackers.histograms import Histogram
+from falconet.report.trackers.tracker import Confusion, Picture, Tracker
 
 
 class Aim(Tracker):

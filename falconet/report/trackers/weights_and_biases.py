@@ -14,10 +14,10 @@ from PIL import Image
 
 from falconet import writing
 from falconet.errors import ConfigError
-from falconet.report import drawings
-from falconet.report.histograms import Histogram
 from falconet.report.sinks import Metrics
-from falconet.report.trackers import Confusion, Picture, Tracker, in_words
+from falconet.report.trackers import drawings
+from falconet.report.trackers.histograms import Histogram
+from falconet.report.trackers.tracker import Confusion, Picture, Tracker, in_words
 
 # Together less than a run waits for a tracker: wandb's own limit is 90 s, after which nothing would be kept.
 ANSWERING, STARTING = 4.0, 8.0  # seconds for the server's first answer, and for it to take a new run

@@ -1,0 +1,1 @@
+"""Where the time of an update goes: kernels, layers, memory."""
