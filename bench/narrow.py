@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from falconet.models import grouped_kernels, narrow_kernels
-from falconet.models.narrow import Tiling
+from falconet.models.fused import grouped_kernels, narrow_kernels
+from falconet.models.fused.narrow import Tiling
 from falconet.numerics.kernels.compilation import Compilation
 from timing import microseconds
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from falconet.models import batchnorm_kernels, pool_kernels, stem_kernels
-from falconet.models.batchnorm_kernels import Reached
-from falconet.models.channel_tables import WIDTHS
-from falconet.models.pool_kernels import Spreading
-from falconet.models.stem_kernels import Tiling
+from falconet.models.fused import batchnorm_kernels, pool_kernels, stem_kernels
+from falconet.models.fused.batchnorm_kernels import Reached
+from falconet.models.fused.channel_tables import WIDTHS
+from falconet.models.fused.pool_kernels import Spreading
+from falconet.models.fused.stem_kernels import Tiling
 from falconet.numerics.kernels.compilation import Compilation
 from timing import microseconds
 

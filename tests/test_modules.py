@@ -20,5 +20,5 @@ def test_a_small_module_has_more_than_one_importer():
                 for name in (node.module, *(f"{node.module}.{each.name}" for each in node.names)):
                     importers[name].add(path)
     small = {name for path, name in names.items() if len(path.read_text(encoding="utf-8").splitlines()) < SMALL}
-    assert "falconet.models.own_convolution" in small
+    assert "falconet.models.fused.own_convolution" in small
     assert [name for name in small if len(importers[name]) == 1 and not name.startswith(OF_A_KIND)] == []

@@ -18,7 +18,7 @@ from falconet.errors import CheckpointError, DeviceError
 from falconet.evaluation.evaluate import evaluate
 from falconet.evaluation.loss import Loss
 from falconet.models import splits
-from falconet.models.fusion import fuse
+from falconet.models.fused.fusion import fuse
 from falconet.numerics.precision import REGIMES
 from falconet.optim.optimizers import build_optimizer, set_lr
 from falconet.parallel.batchnorm import span_batchnorm

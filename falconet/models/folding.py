@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from falconet.errors import ConfigError
-from falconet.models.fused_layers import FusedExcitation, FusedHalving, FusedNorm, FusedPool, kind_of
-from falconet.models.fusion import copied, fuse_norms, fuse_stem, layer_of, stem_of
+from falconet.models.fused.fusion import copied, fuse_norms, fuse_stem, layer_of, stem_of
+from falconet.models.fused.layers import FusedExcitation, FusedHalving, FusedNorm, FusedPool, kind_of
+from falconet.models.fused.outer_layers import padded_stem
 from falconet.models.groupnorm import FusedGroupNorm
-from falconet.models.outer_layers import padded_stem
 from falconet.numerics.segments import trace
 
 # Known by name: timm takes two seconds to import, and the CIFAR networks do not need it.
@@ -150,7 +150,7 @@ class FoldedConv2d(nn.Module):
         if act == "none" and self.excite is None and shortcut is None:
             alone: Tensor = self.conv(x)
             return alone
-        from falconet.models import batchnorm_kernels, excitation_kernels  # Triton comes with CUDA only
+        from falconet.models.fused import batchnorm_kernels, excitation_kernels
 
         conv = self.conv
         y = functional.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
@@ -210,7 +210,7 @@ class FoldedHalving(nn.Module):
         if not x.is_cuda:
             plain: Tensor = self.act(self.norm(self.pool(x)))
             return plain
-        from falconet.models import pool_kernels  # Triton comes with CUDA only
+        from falconet.models.fused import pool_kernels
 
         z: Tensor = pool_kernels.halve_normed(
             x.contiguous(memory_format=torch.channels_last), self.table, act=self.kind

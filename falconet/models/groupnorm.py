@@ -1,7 +1,7 @@
 """Group norm, and TensorFlow's strided groups: fused for channels-last memory on CUDA, torch's elsewhere.
 
 On CUDA a norm and what follows it (a residual sum, an activation, or a proxy norm instead of one) take two passes over
-memory forward and two backward. `models/fusion.py` finds them in a model.
+memory forward and two backward. `models/fused/fusion.py` finds them in a model.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from falconet.models.fused_layers import dense_gradients, kind_of, own_activation
+from falconet.models.fused.layers import dense_gradients, kind_of, own_activation
 from falconet.models.proxynorm import ProxyNorm, fits, wide
 from falconet.numerics.precision import uncast
 
@@ -193,7 +193,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, how: _How
     ) -> Tensor | tuple[Tensor, Tensor]:
-        from falconet.models import groupnorm_kernels  # Triton comes with CUDA only
+        from falconet.models.fused import groupnorm_kernels
 
         found = groupnorm_kernels.statistics(y, how.groups, strided=how.strided, eps=how.eps)
         z, bits = groupnorm_kernels.GroupNorm(y, found, weight, bias, how.act, how.strided).apply(shortcut)
@@ -203,7 +203,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        from falconet.models import groupnorm_kernels
+        from falconet.models.fused import groupnorm_kernels
 
         dz, dz2 = dense_gradients(dz, dz2)
         y, found, weight, bias, bits = ctx.saved_tensors
@@ -219,7 +219,7 @@ class _ProxiedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, factors: Tensor, samples: Tensor, eps: float, how: _How
     ) -> Tensor | tuple[Tensor, Tensor]:
-        from falconet.models import groupnorm_kernels, proxynorm_kernels
+        from falconet.models.fused import groupnorm_kernels, proxynorm_kernels
 
         found = groupnorm_kernels.statistics(y, how.groups, strided=how.strided, eps=how.eps)
         moments = proxynorm_kernels.moments(factors, samples, how.act, eps)
@@ -231,7 +231,7 @@ class _ProxiedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        from falconet.models import groupnorm_kernels, proxynorm_kernels
+        from falconet.models.fused import groupnorm_kernels, proxynorm_kernels
 
         dz, dz2 = dense_gradients(dz, dz2)
         y, found, factors, samples, moments = ctx.saved_tensors

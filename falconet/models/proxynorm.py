@@ -157,7 +157,7 @@ class FusedProxyNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factors: Tensor, samples: Tensor, activation: Activation, eps: float) -> Tensor:
-        from falconet.models import proxynorm_kernels  # Triton comes with CUDA only
+        from falconet.models.fused import proxynorm_kernels
 
         y, moments = proxynorm_kernels.forward(x, factors, samples, activation, eps)
         ctx.save_for_backward(x, factors, samples, moments)
@@ -166,7 +166,7 @@ class FusedProxyNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from falconet.models import proxynorm_kernels
+        from falconet.models.fused import proxynorm_kernels
 
         x, factors, samples, moments = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)

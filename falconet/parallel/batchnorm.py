@@ -1,6 +1,6 @@
 """Batch norm over the batches of several replicas, on CPU and CUDA (torch's SyncBatchNorm refuses CPU tensors).
 
-In a fused model, `models/span_kernels.py` computes it on CUDA.
+In a fused model, `models/fused/span_kernels.py` computes it on CUDA.
 """
 
 import sys

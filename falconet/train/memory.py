@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 from torch.fx.node import Target
 
 from falconet.config import commands
-from falconet.models.fused_layers import FusedExcitation, FusedHalving, FusedNorm, FusedPool
+from falconet.models.fused.layers import FusedExcitation, FusedHalving, FusedNorm, FusedPool
+from falconet.models.fused.outer_layers import FusedStem
 from falconet.models.groupnorm import FusedGroupNorm
-from falconet.models.outer_layers import FusedStem
 from falconet.numerics.precision import Regime
 from falconet.parallel import host
 from falconet.parallel.environment import find_place

@@ -22,7 +22,7 @@ from falconet.evaluation.evaluate import Evaluation, Measure, Observe, Tally, ne
 from falconet.evaluation.loss import Loss, Score, total
 from falconet.models import splits, zoo
 from falconet.models.folding import fold
-from falconet.models.fusion import Norm
+from falconet.models.fused.fusion import Norm
 from falconet.models.splits import Stage
 from falconet.numerics.loss_scale import NonFinite, Offender
 from falconet.numerics.precision import Regime

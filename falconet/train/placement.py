@@ -17,7 +17,7 @@ from falconet.evaluation import evaluate
 from falconet.evaluation.evaluate import Measure, Observe, overlook
 from falconet.models import splits
 from falconet.models.freezing import Frozen, Hold
-from falconet.models.fusion import Fusion, Norm, fuse, fuse_pieces
+from falconet.models.fused.fusion import Fusion, Norm, fuse, fuse_pieces
 from falconet.numerics.loss_scale import NonFinite, Offender
 from falconet.numerics.recompute import automatic, matching, pieces, recompute
 from falconet.optim.half_optimizers import HalfOptimizer

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from falconet.models import batchnorm_kernels, fused_layers, pool_kernels, stem_kernels
-from falconet.models.excitation_kernels import Excitation
+from falconet.models.fused import batchnorm_kernels, layers, pool_kernels, stem_kernels
+from falconet.models.fused.excitation_kernels import Excitation
 from falconet.models.padding import SameMaxPool2d
 
 ACTS = {
@@ -103,7 +103,7 @@ def pooled_errors(shape, two, *, pool=None, mean=0.0, deviation=1.0):
     weight, bias = (torch.randn(shape[1], generator=noise) for _ in range(2))
     weight[0] = 0.0
     found = batchnorm_kernels.statistics(y, weight, bias, None, eps=1e-5)
-    padding = fused_layers._padding(pool, y)
+    padding = layers._padding(pool, y)
     z, *won = pool_kernels.forward(y, found, padding)
     dz, dz2 = (torch.randn(z.shape, generator=noise).contiguous(memory_format=torch.channels_last) for _ in range(2))
     own = pool_kernels.backward(dz, y, found, *won, dz2=dz2 if two else None, padding=padding)

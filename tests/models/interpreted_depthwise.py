@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from falconet.models import depthwise, depthwise_kernels
-from falconet.models.depthwise_kernels import Geometry, Tile
-from falconet.models.own_convolution import OwnConv
+from falconet.models.fused import depthwise, depthwise_kernels
+from falconet.models.fused.depthwise_kernels import Geometry, Tile
+from falconet.models.fused.own_convolution import OwnConv
 from falconet.models.padding import SameConv2d
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from falconet.models import grouped, grouped_kernels
-from falconet.models.grouped_kernels import Geometry
-from falconet.models.own_convolution import OwnConv
+from falconet.models.fused import grouped, grouped_kernels
+from falconet.models.fused.grouped_kernels import Geometry
+from falconet.models.fused.own_convolution import OwnConv
 
 
 def errors(shape, *, group, stride):

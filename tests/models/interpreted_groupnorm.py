@@ -6,7 +6,7 @@ import json
 import torch
 from torch.nn import functional
 
-from falconet.models import groupnorm_kernels, proxynorm_kernels
+from falconet.models.fused import groupnorm_kernels, proxynorm_kernels
 from falconet.models.proxynorm import plain_proxy_norm, quantiles
 
 ACTS = {

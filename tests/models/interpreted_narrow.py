@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from falconet.models import narrow, narrow_kernels
-from falconet.models.narrow import Tiling
+from falconet.models.fused import narrow, narrow_kernels
+from falconet.models.fused.narrow import Tiling
 
 FLAT = Tiling(crossed=False, span=9 * 24, pixels=32, warps=4, stages=1, piece=8, programs=3)
 CROSSED = FLAT._replace(crossed=True, span=3 * 16)

@@ -6,9 +6,9 @@ import json
 import torch
 from torch import nn
 
-from falconet.models import batchnorm_kernels, fused_layers, pointwise, pointwise_kernels
-from falconet.models.fused_layers import FusedNorm
-from falconet.models.pointwise_kernels import Tiling
+from falconet.models.fused import batchnorm_kernels, layers, pointwise, pointwise_kernels
+from falconet.models.fused.layers import FusedNorm
+from falconet.models.fused.pointwise_kernels import Tiling
 
 NAMES = ("weight", "norm's weight", "norm's bias", "running mean", "running variance")
 
@@ -73,7 +73,7 @@ def relative(value, exact):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    fused_layers.fits = lambda x, *norms: x.dtype == torch.float32
+    layers.fits = lambda x, *norms: x.dtype == torch.float32
     pointwise.fits = lambda conv, x: x.dtype == torch.float32
     pointwise.NOISE, pointwise.SIDE = 1 << 10, 5  # fewer programs, which take turns here
     pointwise_kernels._forward_tiling = lambda inputs, outputs: (64, Tiling(16, 2, 4, 3))

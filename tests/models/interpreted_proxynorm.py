@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from falconet.models import proxynorm_kernels
+from falconet.models.fused import proxynorm_kernels
 from falconet.models.proxynorm import plain_proxy_norm, quantiles
 
 CASES = {  # N, C, H, W, activation

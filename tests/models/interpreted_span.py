@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from falconet.models import fused_layers, pointwise, pointwise_kernels
-from falconet.models.fused_layers import FusedExcitation, FusedNorm, FusedPool
-from falconet.models.pointwise_kernels import Tiling
+from falconet.models.fused import layers, pointwise, pointwise_kernels
+from falconet.models.fused.layers import FusedExcitation, FusedNorm, FusedPool
+from falconet.models.fused.pointwise_kernels import Tiling
 from falconet.parallel.batchnorm import SpanBatchNorm2d
 
 
@@ -101,7 +101,7 @@ def errors(kind="added", counts=(2, 2), means=(0.0, 0.0), deviation=1.0, shape=(
     for begin, count, mean in zip((0, counts[0]), counts, means, strict=True):
         whole[0][begin : begin + count] += mean
     y, shortcut = (each.contiguous(memory_format=torch.channels_last) for each in whole)
-    fused_layers.fits = pointwise.fits = nothing_fits
+    layers.fits = pointwise.fits = nothing_fits
     exact = passed(kind, None, y.double(), shortcut.double())
     return {
         name: differences(exact, over_replicas(kind, y, shortcut, counts, fits=fits))
@@ -110,7 +110,7 @@ def errors(kind="added", counts=(2, 2), means=(0.0, 0.0), deviation=1.0, shape=(
 
 
 def over_replicas(kind, y, shortcut, counts, *, fits):
-    fused_layers.fits, pointwise.fits = fits, lambda conv, x: fits(x)
+    layers.fits, pointwise.fits = fits, lambda conv, x: fits(x)
     meeting, parts = Meeting(len(counts)), [*zip(y.split(counts), shortcut.split(counts), strict=True)]
 
     def replica(rank):
@@ -134,7 +134,7 @@ def differences(exact, found):
 
 
 def everything_fits(y, *norms):
-    return all(fused_layers.can_fuse(norm) and norm.training for norm in norms)
+    return all(layers.can_fuse(norm) and norm.training for norm in norms)
 
 
 def nothing_fits(*_):

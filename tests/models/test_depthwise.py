@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import interpreting
-from falconet.models.depthwise import DepthwiseConv, can_compute
+from falconet.models.fused.depthwise import DepthwiseConv, can_compute
 from falconet.models.padding import SameConv2d
 from own_convolutions import ERRORS, assert_exact_and_repeatable, gradients, relative
 

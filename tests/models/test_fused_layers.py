@@ -7,9 +7,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import interpreting
-from falconet.models import fusion, zoo
+from falconet.models import zoo
 from falconet.models.freezing import Frozen
-from falconet.models.fused_layers import FusedExcitation, FusedHalving, FusedNorm, fits
+from falconet.models.fused import fusion
+from falconet.models.fused.layers import FusedExcitation, FusedHalving, FusedNorm, fits
 from falconet.models.groupnorm import FastGroupNorm, FusedGroupNorm
 from falconet.models.padding import SameMaxPool2d
 from falconet.parallel.batchnorm import over
@@ -178,7 +179,7 @@ def test_gelu_by_a_tangent_is_left_to_torch():
 @pytest.mark.parametrize(("count", "side"), [(1, 2), (1, 3), (4, 1)])
 def test_what_torch_refuses_is_refused_when_fused(count, side, monkeypatch):
     """One value per channel has no variance, and an image of one pixel has nothing to pool."""
-    monkeypatch.setattr("falconet.models.fused_layers.fits", lambda *_: True)
+    monkeypatch.setattr("falconet.models.fused.layers.fits", lambda *_: True)
     found = fusion.fuse(Halved(nn.ReLU()).train()).model
     with pytest.raises((ValueError, RuntimeError), match=r"more than 1 value|too small"):
         found(images(side, count=count))
@@ -331,7 +332,7 @@ def test_a_fused_network_on_a_gpu_is_as_exact_as_the_plain_one(name, dtype, monk
 
 @pytest.mark.gpu
 def test_more_elements_than_32_bits_count_are_normalised():
-    from falconet.models import batchnorm_kernels
+    from falconet.models.fused import batchnorm_kernels
 
     count = 2**31 // (64 * 256 * 256) + 2
     y = torch.randn(count, 64, 256, 256, device="cuda", dtype=torch.float16).contiguous(

@@ -9,8 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import interpreting
-from falconet.models import fusion, zoo
-from falconet.models.fused_layers import fits
+from falconet.models import zoo
+from falconet.models.fused import fusion
+from falconet.models.fused.layers import fits
 from falconet.parallel.batchnorm import over
 
 CASES = [

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import interpreting
-from falconet.models import fusion, zoo
-from falconet.models.grouped import GroupedConv, can_compute
+from falconet.models import zoo
+from falconet.models.fused import fusion
+from falconet.models.fused.grouped import GroupedConv, can_compute
 from own_convolutions import ERRORS, assert_exact_and_repeatable, gradients, relative
 
 CASES = [

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 import interpreting
-from falconet.models import fusion, pointwise, zoo
-from falconet.models.fused_layers import FusedNorm
-from falconet.models.pointwise import can_compute
+from falconet.models import zoo
+from falconet.models.fused import fusion, pointwise
+from falconet.models.fused.layers import FusedNorm
+from falconet.models.fused.pointwise import can_compute
 
 CASES = [
     *("few channels", "whole tiles", "one pixel of an image", "channels in two parts", "many inputs"),
@@ -98,7 +99,7 @@ def test_a_trial_accepts_only_what_agrees(wrong):
 
 @pytest.mark.gpu
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
-    from falconet.models import pointwise_kernels
+    from falconet.models.fused import pointwise_kernels
 
     def wrong(*given):
         dx, dw = right(*given)

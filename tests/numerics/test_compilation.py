@@ -17,7 +17,8 @@ from falconet.data.buffers import Batch
 from falconet.data.mixing import Mix
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocessing
 from falconet.evaluation.loss import Loss
-from falconet.models import fusion, pointwise, zoo
+from falconet.models import zoo
+from falconet.models.fused import fusion, pointwise
 from falconet.models.norms import move_once
 from falconet.numerics.kernels import FUSED
 from falconet.numerics.loss_scale import FixedScale, Offender
@@ -196,7 +197,7 @@ def test_a_rehearsal_finds_the_kernels_of_norms_over_replicas_and_exchanges_noth
     span = Span(world=None, group=SimpleNamespace(size=lambda: 2))  # which cannot exchange anything
     step, batch = step_of("resnet8-cifar", change=lambda model: over(model, span)), batch_of()
     found = rehearsed(lambda: step.rehearse(batch))
-    assert {module for module, *_ in found} > {"falconet.models.span_kernels"}
+    assert {module for module, *_ in found} > {"falconet.models.fused.span_kernels"}
     monkeypatch.setattr(Span, "gathered", lambda self, values: values.repeat(2, 1))
     assert found == launched(step, batch)
 

@@ -16,7 +16,7 @@ import torch
 
 from falconet.data.augment import VALUES, Chain
 from falconet.data.preprocessing import Preprocessing
-from falconet.models import narrow
+from falconet.models.fused import narrow
 from falconet.models.proxynorm import SAMPLES
 from falconet.numerics.rounding import Rounding
 from half_rules import MAKERS, optimizer_of
@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from falconet.models.batchnorm_kernels import ACTIVATIONS, Reached  # noqa: E402
+from falconet.models.fused.batchnorm_kernels import ACTIVATIONS, Reached  # noqa: E402
 
 ARCHITECTURE = 90  # they also compile for 80, tried by hand
 NAMES = {
@@ -112,7 +112,7 @@ def kernels_of(name):
     ],
 )
 def test_group_norm_compiles(acts, dtype, channels, strided, compiled):
-    module, kernels = kernels_of("falconet.models.groupnorm_kernels")
+    module, kernels = kernels_of("falconet.models.fused.groupnorm_kernels")
     x = torch.zeros(2, channels, 12, 12, dtype=dtype).to(memory_format=torch.channels_last)
     weight = torch.ones(channels)
     found = module.statistics(x, 2, strided=strided, eps=1e-5)
@@ -128,7 +128,7 @@ def test_group_norm_compiles(acts, dtype, channels, strided, compiled):
 @pytest.mark.run
 @pytest.mark.parametrize("act", ["relu", "silu"])
 def test_a_group_norm_with_a_proxy_norm_compiles(act, compiled):
-    module, kernels = kernels_of("falconet.models.groupnorm_kernels")
+    module, kernels = kernels_of("falconet.models.fused.groupnorm_kernels")
     x, ones = torch.zeros(2, 24, 12, 12, dtype=torch.float16).to(memory_format=torch.channels_last), torch.ones(2, 24)
     found = module.statistics(x, 4, strided=act == "silu", eps=1e-5)
     norm = module.GroupNorm(x, found, ones[0], ones[1], act, act == "silu", ones)
@@ -148,7 +148,7 @@ def test_a_group_norm_with_a_proxy_norm_compiles(act, compiled):
     ],
 )
 def test_batch_norm_compiles(dtype, channels, acts, compiled):
-    module, kernels = kernels_of("falconet.models.batchnorm_kernels")
+    module, kernels = kernels_of("falconet.models.fused.batchnorm_kernels")
     x = torch.zeros(2, channels, 40, 40, dtype=dtype).to(memory_format=torch.channels_last)
     weight = bias = torch.ones(channels)
     running = module.Running(weight, bias, torch.tensor(0), 0.1)
@@ -177,7 +177,7 @@ def test_batch_norm_compiles(dtype, channels, acts, compiled):
     ],
 )
 def test_convolution_with_its_norm_compiles(inputs, outputs, dtype, compiled):
-    module, kernels = kernels_of("falconet.models.pointwise_kernels")
+    module, kernels = kernels_of("falconet.models.fused.pointwise_kernels")
     x = torch.zeros(2, inputs, 40, 40, dtype=dtype).to(memory_format=torch.channels_last)
     weight = torch.zeros(outputs, inputs, 1, 1, dtype=dtype)
     y, _ = module.forward(x, weight)
@@ -193,8 +193,8 @@ def test_convolution_with_its_norm_compiles(inputs, outputs, dtype, compiled):
 @pytest.mark.run
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_batch_norm_over_replicas_compiles(dtype, compiled):
-    module, kernels = kernels_of("falconet.models.span_kernels")
-    batchnorm, _ = kernels_of("falconet.models.batchnorm_kernels")
+    module, kernels = kernels_of("falconet.models.fused.span_kernels")
+    batchnorm, _ = kernels_of("falconet.models.fused.batchnorm_kernels")
     x = torch.zeros(2, 24, 40, 40, dtype=dtype).to(memory_format=torch.channels_last)
     weight = bias = torch.ones(24)
     spanning = module.Spanning(SimpleNamespace(gathered=lambda values: values.expand(2, -1)))
@@ -207,7 +207,7 @@ def test_batch_norm_over_replicas_compiles(dtype, compiled):
 @pytest.mark.run
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_excitation_compiles(dtype, compiled):
-    module, kernels = kernels_of("falconet.models.excitation_kernels")
+    module, kernels = kernels_of("falconet.models.fused.excitation_kernels")
     x, gate = torch.zeros(2, 24, 40, 40, dtype=dtype).to(memory_format=torch.channels_last), torch.zeros(2, 24)
     excitation = module.Excitation(x, torch.ones(4, 24), "silu")
     excitation.apply(gate)
@@ -218,7 +218,7 @@ def test_excitation_compiles(dtype, compiled):
 @pytest.mark.run
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_pooled_norm_compiles(dtype, compiled):
-    module, kernels = kernels_of("falconet.models.pool_kernels")
+    module, kernels = kernels_of("falconet.models.fused.pool_kernels")
     x, found = torch.zeros(2, 64, 40, 40, dtype=dtype).to(memory_format=torch.channels_last), torch.ones(4, 64)
     z, *won = module.forward(x, found)
     module.backward(z, x, found, *won, dz2=z)
@@ -234,7 +234,7 @@ def test_a_pooled_norm_compiles(dtype, compiled):
 @pytest.mark.run
 @pytest.mark.parametrize("channels", [64, 256])
 def test_the_gradient_of_a_halved_image_compiles_without_spills(channels, compiled, tmp_path):
-    module, _ = kernels_of("falconet.models.pool_kernels")
+    module, _ = kernels_of("falconet.models.fused.pool_kernels")
     pooled = torch.zeros(2, channels, 15, 15, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     found, winners = torch.ones(4, channels), pooled.to(torch.uint8)
     shape = torch.Size((2, channels, 31, 31))
@@ -246,7 +246,7 @@ def test_the_gradient_of_a_halved_image_compiles_without_spills(channels, compil
 @pytest.mark.run
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_fused_stem_compiles_without_spills(dtype, compiled, tmp_path):
-    module, kernels = kernels_of("falconet.models.stem_kernels")
+    module, kernels = kernels_of("falconet.models.fused.stem_kernels")
     images, conv = (
         torch.zeros(2, 4, 32, 32, dtype=dtype).to(memory_format=torch.channels_last),
         torch.nn.Conv2d(3, 24, 2),
@@ -296,7 +296,7 @@ def test_changes_of_pixels_compile_without_spilling(compiled, tmp_path):
 @pytest.mark.run
 @pytest.mark.parametrize(("kernel", "dtype"), [(3, torch.float16), (5, torch.bfloat16)])
 def test_depthwise_convolution_compiles(kernel, dtype, compiled):
-    module, kernels = kernels_of("falconet.models.depthwise_kernels")
+    module, kernels = kernels_of("falconet.models.fused.depthwise_kernels")
     x = torch.zeros(2, 24, 9, 9, dtype=dtype).to(memory_format=torch.channels_last)
     taps = module.transposed(torch.zeros(24, 1, kernel, kernel), dtype)
     shape = module.Geometry(2, 24, 9, 9, kernel, 2, kernel // 2, kernel // 2, 5, 5)
@@ -308,7 +308,7 @@ def test_depthwise_convolution_compiles(kernel, dtype, compiled):
 
 @pytest.mark.run
 def test_both_depthwise_gradients_compile_as_one_kernel(compiled):
-    module, _ = kernels_of("falconet.models.depthwise_kernels")
+    module, _ = kernels_of("falconet.models.fused.depthwise_kernels")
     x = torch.zeros(2, 24, 9, 9, dtype=torch.float16).to(memory_format=torch.channels_last)
     shape = module.Geometry(2, 24, 9, 9, 3, 1, 1, 1, 9, 9)
     module.gradients(x, x, module.transposed(torch.zeros(24, 1, 3, 3), x.dtype), shape, dtype=torch.float32)
@@ -318,7 +318,7 @@ def test_both_depthwise_gradients_compile_as_one_kernel(compiled):
 @pytest.mark.run
 @pytest.mark.parametrize(("dtype", "group"), [(torch.float16, 4), (torch.bfloat16, 16)])
 def test_a_grouped_convolution_compiles(dtype, group, compiled):
-    module, kernels = kernels_of("falconet.models.grouped_kernels")
+    module, kernels = kernels_of("falconet.models.fused.grouped_kernels")
     weight, x = (torch.zeros(shape, dtype=dtype) for shape in ((64, group, 3, 3), (2, 64, 8, 8)))
     dy, packed = x.to(memory_format=torch.channels_last), module.pack(weight, dtype)
     sizes = module.Geometry(2, 64, 8, 8, group, 1)
@@ -330,7 +330,7 @@ def test_a_grouped_convolution_compiles(dtype, group, compiled):
 
 @pytest.mark.run
 def test_a_strided_convolution_of_wide_groups_compiles(compiled):
-    module = importlib.import_module("falconet.models.grouped_kernels")
+    module = importlib.import_module("falconet.models.fused.grouped_kernels")
     weight, dy = torch.zeros(64, 32, 3, 3), torch.zeros(2, 64, 8, 8, dtype=torch.float16)
     packed = module.pack(weight, dy.dtype)
     module.input_gradient(dy.to(memory_format=torch.channels_last), packed, module.Geometry(2, 64, 16, 16, 32, 2))
@@ -341,7 +341,7 @@ def test_a_strided_convolution_of_wide_groups_compiles(compiled):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("channels", "tiling"), narrow._TILINGS.items())
 def test_a_narrow_convolutions_gradient_compiles_without_spills(channels, tiling, dtype, compiled, tmp_path):
-    module, kernels = kernels_of("falconet.models.narrow_kernels")
+    module, kernels = kernels_of("falconet.models.fused.narrow_kernels")
     inputs, outputs = channels
     x, dy = (torch.zeros(2, 32 * -(-n // 32), 31, 31, dtype=dtype) for n in channels)
     module.weight_gradient(x, dy, torch.zeros(outputs, inputs, 3, 3), tiling)
@@ -353,7 +353,7 @@ def test_a_narrow_convolutions_gradient_compiles_without_spills(channels, tiling
 @pytest.mark.parametrize("act", ["relu", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_proxy_norm_compiles(dtype, act, compiled):
-    module, kernels = kernels_of("falconet.models.proxynorm_kernels")
+    module, kernels = kernels_of("falconet.models.fused.proxynorm_kernels")
     x, factors = torch.zeros(2, 32, 7, 7, dtype=dtype).to(memory_format=torch.channels_last), torch.ones(4, 32)
     samples = torch.zeros(SAMPLES)
     _, moments = module.forward(x, factors, samples, act, 1e-5)

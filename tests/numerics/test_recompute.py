@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from falconet.errors import ConfigError
-from falconet.models import fusion
+from falconet.models.fused import fusion
 from falconet.numerics.recompute import (
     _Segment,
     automatic,

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from falconet.models import fused_layers, fusion
+from falconet.models.fused import fusion, layers
 from falconet.parallel.batchnorm import span_batchnorm
 from falconet.parallel.collectives import join
 from falconet.parallel.data_parallel import digest
@@ -17,7 +17,7 @@ from replica_scenarios import images, model_of, own_part, stepper
 
 def trained(world, *, fits):
     """The state after two updates of the fused model, whose layers are fused where an input `fits`."""
-    fused_layers.fits = fits
+    layers.fits = fits
     model = model_of("batch").to(memory_format=torch.channels_last)
     span_batchnorm(model, divide(world, stages=1), span=2)
     step = stepper(model, "sgd", build_replicas(model, world, bucket=0.05, sharded=False))
@@ -28,7 +28,7 @@ def trained(world, *, fits):
 
 
 def on_a_cpu(y, *norms):
-    return y.is_contiguous(memory_format=torch.channels_last) and all(map(fused_layers.can_fuse, norms))
+    return y.is_contiguous(memory_format=torch.channels_last) and all(map(layers.can_fuse, norms))
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def test_the_name_of_a_kernel_tells_its_kind(kind, name):
 def launched():
     """Our own kernels of models, losses and optimizers, which the sources launch as `_name[grid](`."""
     files = [
-        *(ROOT / "models").glob("*_kernels.py"),
+        *(ROOT / "models/fused").glob("*_kernels.py"),
         ROOT / "evaluation/loss_kernels.py",
         *(ROOT / "numerics/kernels").glob("*.py"),
     ]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from falconet.models.fusion import fuse
+from falconet.models.fused.fusion import fuse
 from falconet.numerics.recompute import recompute
 from falconet.report.profile import trace
 from falconet.report.profile.kernel_times import kernel_times, works_of

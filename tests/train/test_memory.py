@@ -7,7 +7,8 @@ import torch
 
 from falconet.data.buffers import Batch
 from falconet.data.input import Input
-from falconet.models import fusion, zoo
+from falconet.models import zoo
+from falconet.models.fused import fusion
 from falconet.numerics.precision import REGIMES
 from falconet.train import fitting, memory
 from phases import built

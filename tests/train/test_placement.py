@@ -31,7 +31,7 @@ def test_norms_over_several_processes_are_fused_too(joined):
 
 
 def test_plan_says_if_no_norm_is_fused(monkeypatch):
-    monkeypatch.setattr("falconet.models.fusion.can_fuse", lambda _: False)
+    monkeypatch.setattr("falconet.models.fused.fusion.can_fuse", lambda _: False)
     assert plan_lines() == ["norms: none of 7 fused with what follows them"]
     assert plan_lines(norm_type="none") == []
 

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.batchnorm_kernels import ACTIVATIONS, activated, gradient, normed, passed, store_signs
-from falconet.models.channel_tables import CHUNK, MERGED, TILE, columns_of, loaded, row_of, tile_of
-from falconet.models.excitation_kernels import SUMMED, Images
+from falconet.models.fused.batchnorm_kernels import ACTIVATIONS, activated, gradient, normed, passed, store_signs
+from falconet.models.fused.channel_tables import CHUNK, MERGED, TILE, columns_of, loaded, row_of, tile_of
+from falconet.models.fused.excitation_kernels import SUMMED, Images
 from falconet.numerics.kernels import FUSED
 
 GROUPS = 32  # that one program merges, at most

@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.channel_tables import TILE, Merged, Table, columns_of, loaded, merging, row_of, tile_of
+from falconet.models.fused.channel_tables import TILE, Merged, Table, columns_of, loaded, merging, row_of, tile_of
 from falconet.numerics.kernels import FUSED
 
 if TYPE_CHECKING:
-    from falconet.models.span_kernels import Spanning
+    from falconet.models.fused.span_kernels import Spanning
 
 MOMENTS, GRADIENTS = 1056, 528  # programs that sum: 8 and 4 per multiprocessor of an H100; others give other bits
 ACTIVATIONS = {"none": 0, "relu": 1, "silu": 2, "hard_swish": 3, "relu6": 4, "gelu": 5}

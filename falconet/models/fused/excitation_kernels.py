@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.batchnorm_kernels import (
+from falconet.models.fused.batchnorm_kernels import (
     ACTIVATIONS,
     Gradients,
     activated,
@@ -26,11 +26,11 @@ from falconet.models.batchnorm_kernels import (
     passed,
     sloped,
 )
-from falconet.models.channel_tables import WIDTHS, Table, columns_of, loaded, merging, tile_of
+from falconet.models.fused.channel_tables import WIDTHS, Table, columns_of, loaded, merging, tile_of
 from falconet.numerics.kernels import FUSED
 
 if TYPE_CHECKING:
-    from falconet.models.span_kernels import Spanning
+    from falconet.models.fused.span_kernels import Spanning
 
 PROGRAMS = 2112  # of a pass that sums each image: 16 for each multiprocessor of an H100; a constant: it changes bits
 SUMMED = 1024  # elements of such a pass, which keeps three sums in registers

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.batchnorm_kernels import ACTIVATIONS, activated, passed
+from falconet.models.fused.batchnorm_kernels import ACTIVATIONS, activated, passed
 from falconet.numerics.kernels import FUSED
 
 TILE = 4096  # elements, of whole channels: pixels by channels

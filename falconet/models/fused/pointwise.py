@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from falconet.models.batchnorm_kernels import Reached, Running
+    from falconet.models.fused.batchnorm_kernels import Reached, Running
 
 INPUTS, OUTPUTS = 256, 1024  # channels, at most: with more, cuDNN's convolution and a pass for the sums are as fast
 NOISE = 1 << 24  # elements of the larger tensor that a kernel is tried on
@@ -68,7 +68,7 @@ def backward(
     reached: "Reached", y: Tensor, found: Tensor, slopes: Tensor, x: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the weight."""
-    from falconet.models import pointwise_kernels
+    from falconet.models.fused import pointwise_kernels
 
     outputs, inputs = weight.shape[:2]
     if pointwise_kernels.can_go_back(inputs, outputs):
@@ -84,7 +84,7 @@ def _plain_backward(
     reached: "Reached", y: Tensor, found: Tensor, slopes: Tensor, x: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the weight by cuDNN, after storing the norm's gradient."""
-    from falconet.models import batchnorm_kernels
+    from falconet.models.fused import batchnorm_kernels
 
     dy, _ = batchnorm_kernels.spread_gradients(reached, y, found, slopes)
     dx, dw, _ = torch.ops.aten.convolution_backward(
@@ -103,7 +103,7 @@ def _tried_forward(outputs: int, inputs: int, *facts: Any) -> bool:
 
 
 def _forward_trial(x: Tensor, weight: Tensor, _: Tensor) -> Pairs:
-    from falconet.models import batchnorm_kernels, pointwise_kernels
+    from falconet.models.fused import batchnorm_kernels, pointwise_kernels
 
     one, zero, running = _numbers(len(weight), x.device)
     y, partial = pointwise_kernels.forward(x, weight)
@@ -121,7 +121,7 @@ def _tried_backward(act: str, two: bool, outputs: int, inputs: int, *facts: Any)
 
 
 def _backward_trial(x: Tensor, weight: Tensor, dz: Tensor, act: str, two: bool) -> Pairs:
-    from falconet.models import batchnorm_kernels, pointwise_kernels
+    from falconet.models.fused import batchnorm_kernels, pointwise_kernels
 
     one, zero, running = _numbers(len(weight), x.device)
     y = functional.conv2d(x, weight.to(x.dtype))
@@ -152,7 +152,7 @@ def _noise(*facts: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _numbers(channels: int, device: torch.device) -> "tuple[Tensor, Tensor, Running]":
     """A norm's weight, bias and running statistics, with which the kernels are the same as in an update."""
-    from falconet.models import batchnorm_kernels
+    from falconet.models.fused import batchnorm_kernels
 
     one, zero = torch.ones(channels, device=device), torch.zeros(channels, device=device)
     batches = torch.zeros((), dtype=torch.int64, device=device)

@@ -9,8 +9,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from falconet.models import depthwise, grouped, groupnorm, narrow, pointwise
-from falconet.models.fused_layers import (
+from falconet.models import groupnorm
+from falconet.models.fused import depthwise, grouped, narrow, pointwise
+from falconet.models.fused.layers import (
     FusedExcitation,
     FusedHalving,
     FusedNorm,
@@ -21,9 +22,9 @@ from falconet.models.fused_layers import (
     kind_of,
     own_activation,
 )
+from falconet.models.fused.outer_layers import FusedStem, Means, PaddedConv, Peaks, can_be_stem, padded_stem
+from falconet.models.fused.own_convolution import OwnConv
 from falconet.models.groupnorm import FusedGroupNorm
-from falconet.models.outer_layers import FusedStem, Means, PaddedConv, Peaks, can_be_stem, padded_stem
-from falconet.models.own_convolution import OwnConv
 from falconet.models.padding import pads_same
 from falconet.numerics.segments import trace
 

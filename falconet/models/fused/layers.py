@@ -2,7 +2,7 @@
 
 A norm is followed by a residual sum, an activation, squeeze and excite, or the stem's pool; a 1 x 1 convolution or a
 pool before it may be part of it, too. On CUDA, in training and in channels-last memory, a norm takes two passes forward
-and two backward (three with excitation); elsewhere the layers run unchanged. `models/fusion.py` finds them.
+and two backward (three with excitation); elsewhere the layers run unchanged. `models/fused/fusion.py` finds them.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from falconet.models import pointwise
+from falconet.models.fused import pointwise
 from falconet.models.padding import SameMaxPool2d, same_padding
 
 if TYPE_CHECKING:
-    from falconet.models.batchnorm_kernels import Reached, Running, Slopes
-    from falconet.models.span_kernels import Spanning
+    from falconet.models.fused.batchnorm_kernels import Reached, Running, Slopes
+    from falconet.models.fused.span_kernels import Spanning
     from falconet.parallel.batchnorm import Span
 
 # Torch's and timm's; SpanBatchNorm2d and so on, over several replicas; and ours of one pass over the input: the kernels
@@ -225,7 +225,7 @@ class FusedExcitation(nn.Module):
 
 
 def _statistics(y: Tensor, norm: nn.BatchNorm2d) -> Tensor:
-    from falconet.models import batchnorm_kernels  # Triton comes with CUDA only
+    from falconet.models.fused import batchnorm_kernels
 
     found: Tensor = batchnorm_kernels.statistics(
         y, norm.weight, norm.bias, _running(norm), eps=norm.eps, span=_spanning(norm)
@@ -234,7 +234,7 @@ def _statistics(y: Tensor, norm: nn.BatchNorm2d) -> Tensor:
 
 
 def _running(norm: nn.BatchNorm2d) -> "Running":
-    from falconet.models import batchnorm_kernels
+    from falconet.models.fused import batchnorm_kernels
 
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -248,14 +248,14 @@ def _spanning(norm: nn.BatchNorm2d) -> "Spanning | None":
     span: Span | None = getattr(norm, "span", None)
     if span is None:
         return None
-    from falconet.models.span_kernels import Spanning
+    from falconet.models.fused.span_kernels import Spanning
 
     return Spanning(span)
 
 
 def dense_gradients(dz: Tensor | None, dz2: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The gradients of both results, one of which may be unused."""
-    from falconet.models import batchnorm_kernels
+    from falconet.models.fused import batchnorm_kernels
 
     given = [batchnorm_kernels.dense(gradient) for gradient in (dz, dz2) if gradient is not None]
     return given[0], given[1] if len(given) == 2 else None
@@ -277,7 +277,7 @@ class _Norm(torch.autograd.Function):
         shortcut_bias: Tensor | None,  # noqa: ARG004
         layer: FusedNorm,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        from falconet.models import batchnorm_kernels
+        from falconet.models.fused import batchnorm_kernels
 
         own, other = _Branch.of(x, conv_weight, layer.norm), None
         if shortcut is not None and layer.shortcut_norm is not None:
@@ -295,7 +295,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        from falconet.models import batchnorm_kernels
+        from falconet.models.fused import batchnorm_kernels
 
         dz, dz2 = dense_gradients(dz, dz2)
         *saved, bits = ctx.saved_tensors
@@ -324,7 +324,7 @@ class _Branch(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor | None, norm: nn.BatchNorm2d) -> "_Branch":
-        from falconet.models import batchnorm_kernels, pointwise_kernels
+        from falconet.models.fused import batchnorm_kernels, pointwise_kernels
 
         if weight is None:
             return cls(x, _statistics(x, norm), None, None)
@@ -336,7 +336,7 @@ class _Branch(NamedTuple):
 
     def backward(self, reached: "Reached", slopes: "Slopes") -> tuple[Tensor | None, ...]:
         """The gradients of the input, the convolution's weight, and the norm's weight and bias."""
-        from falconet.models import batchnorm_kernels
+        from falconet.models.fused import batchnorm_kernels
 
         given = (reached, self.y, self.found, slopes.found)
         if self.x is None or self.weight is None:
@@ -355,7 +355,7 @@ class _Pool(torch.autograd.Function):
         bias: Tensor,  # noqa: ARG004
         layer: FusedPool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        from falconet.models import pool_kernels
+        from falconet.models.fused import pool_kernels
 
         found = _statistics(y, layer.norm)
         ctx.span, ctx.padding = _spanning(layer.norm), _padding(layer.pool, y)
@@ -365,7 +365,7 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        from falconet.models import pool_kernels
+        from falconet.models.fused import pool_kernels
 
         dz, dz2 = dense_gradients(dz, dz2)
         own = pool_kernels.backward(dz, *ctx.saved_tensors, dz2=dz2, span=ctx.span, padding=ctx.padding)
@@ -383,7 +383,7 @@ class _Halving(torch.autograd.Function):
         bias: Tensor,  # noqa: ARG004
         layer: FusedHalving,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        from falconet.models import batchnorm_kernels, pool_kernels
+        from falconet.models.fused import batchnorm_kernels, pool_kernels
 
         norm = layer.norm
         pooled, winners, partial = pool_kernels.halve(y)
@@ -397,7 +397,7 @@ class _Halving(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, dz2: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        from falconet.models import batchnorm_kernels, pool_kernels
+        from falconet.models.fused import batchnorm_kernels, pool_kernels
 
         dz, dz2 = dense_gradients(dz, dz2)
         pooled, found, winners = ctx.saved_tensors
@@ -422,7 +422,7 @@ class _Excitation(torch.autograd.Function):
         layer: FusedExcitation,
         *parameters: Tensor,
     ) -> Tensor:
-        from falconet.models.excitation_kernels import Excitation
+        from falconet.models.fused.excitation_kernels import Excitation
 
         norm = Excitation(y, _statistics(y, layer.norm), layer.kind)
         sums = norm.sums()
@@ -438,7 +438,7 @@ class _Excitation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        from falconet.models.excitation_kernels import Excitation
+        from falconet.models.fused.excitation_kernels import Excitation
 
         y, found, sums = ctx.saved_tensors
         (dz, _), norm = dense_gradients(dz, None), Excitation(y, found, ctx.act, ctx.span)

@@ -1,6 +1,6 @@
 """The first and the last layers of a network, as layers that take fewer passes over memory on CUDA.
 
-Elsewhere they run unchanged. `models/fusion.py` finds them in a model.
+Elsewhere they run unchanged. `models/fused/fusion.py` finds them in a model.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from falconet.models.fused_layers import dense_gradients, kind_of
+from falconet.models.fused.layers import dense_gradients, kind_of
 from falconet.models.padding import padded, pads_same
 
 
@@ -79,7 +79,7 @@ class _Stem(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, bias: Tensor, layer: FusedStem) -> Tensor:  # noqa: ARG004
-        from falconet.models import stem_kernels  # Triton comes with CUDA only
+        from falconet.models.fused import stem_kernels
 
         ctx.save_for_backward(images)
         ctx.layer = layer
@@ -88,7 +88,7 @@ class _Stem(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[None, Tensor, None]:
-        from falconet.models import stem_kernels
+        from falconet.models.fused import stem_kernels
 
         (images,) = ctx.saved_tensors
         dz, _ = dense_gradients(dz, None)
@@ -133,7 +133,7 @@ class Peaks(nn.Module):
 class _Peaks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        from falconet.models import pool_kernels
+        from falconet.models.fused import pool_kernels
 
         peaks: Tensor = pool_kernels.peak(x)
         ctx.save_for_backward(x, peaks)
@@ -141,7 +141,7 @@ class _Peaks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        from falconet.models import pool_kernels
+        from falconet.models.fused import pool_kernels
 
         spread: Tensor = pool_kernels.spread_peak(gradient.contiguous(), *ctx.saved_tensors)
         return spread

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.batchnorm_kernels import (
+from falconet.models.fused.batchnorm_kernels import (
     ACTIVATIONS,
     GRADIENTS,
     MOMENTS,
@@ -31,11 +31,11 @@ from falconet.models.batchnorm_kernels import (
     numbers_of,
     sloped,
 )
-from falconet.models.channel_tables import LEAST, WIDTHS, Table, columns_of, loaded, merging, row_of, tile_of
+from falconet.models.fused.channel_tables import LEAST, WIDTHS, Table, columns_of, loaded, merging, row_of, tile_of
 from falconet.numerics.kernels import FUSED
 
 if TYPE_CHECKING:
-    from falconet.models.span_kernels import Spanning
+    from falconet.models.fused.span_kernels import Spanning
 
 TILED = 1024  # elements of a tile
 WIDE = 256  # channels of a program that looks at all pixels of an image

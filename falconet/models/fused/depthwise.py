@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from falconet.models.own_convolution import OwnConv, is_bare
+from falconet.models.fused.own_convolution import OwnConv, is_bare
 from falconet.models.padding import pads_same, same_padding
 
 if TYPE_CHECKING:
-    from falconet.models.depthwise_kernels import Geometry
+    from falconet.models.fused.depthwise_kernels import Geometry
 
 _KERNELS = (3, 5)
 _STRIDES = (1, 2)
@@ -43,7 +43,7 @@ class DepthwiseConv(OwnConv):
 
 
 def _geometry(conv: nn.Conv2d, x: Tensor) -> "Geometry":
-    from falconet.models.depthwise_kernels import Geometry  # Triton comes with CUDA only
+    from falconet.models.fused.depthwise_kernels import Geometry  # Triton comes with CUDA only
 
     (images, channels, height, width), kernel, stride = x.shape, conv.kernel_size[0], conv.stride[0]
     if pads_same(conv):
@@ -61,7 +61,7 @@ class _Depthwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, geometry: "Geometry") -> Tensor:
-        from falconet.models import depthwise_kernels
+        from falconet.models.fused import depthwise_kernels
 
         taps = depthwise_kernels.transposed(weight, x.dtype)
         ctx.save_for_backward(x, taps)
@@ -71,7 +71,7 @@ class _Depthwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        from falconet.models import depthwise_kernels
+        from falconet.models.fused import depthwise_kernels
 
         x, taps = ctx.saved_tensors
         dy, shape = dy.contiguous(memory_format=torch.channels_last), ctx.geometry

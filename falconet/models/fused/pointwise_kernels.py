@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.batchnorm_kernels import ACTIVATIONS, Reached, normed, passed
+from falconet.models.fused.batchnorm_kernels import ACTIVATIONS, Reached, normed, passed
 from falconet.numerics.kernels import FUSED
 
 SIZES = ["count", "tiles", "sums", "elements"]  # compiled once for all values

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from falconet.models.batchnorm_kernels import ACTIVATIONS, activated, passed
+from falconet.models.fused.batchnorm_kernels import ACTIVATIONS, activated, passed
 from falconet.numerics.kernels import FUSED
 
 CHANNELS = 4  # of the images, the last of zeros: with 2 x 2 pixels, 16 products for each value

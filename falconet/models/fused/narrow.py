@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from falconet.models.outer_layers import widened
-from falconet.models.own_convolution import OwnConv, is_bare
+from falconet.models.fused.outer_layers import widened
+from falconet.models.fused.own_convolution import OwnConv, is_bare
 
 
 class Tiling(NamedTuple):
@@ -69,7 +69,7 @@ class _Narrow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        from falconet.models import narrow_kernels  # Triton comes with CUDA only
+        from falconet.models.fused import narrow_kernels
 
         x, weight, used = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.batchnorm_kernels import SIZES, Running, merged_moments, store_numbers
-from falconet.models.channel_tables import MERGED, Table, merging
+from falconet.models.fused.batchnorm_kernels import SIZES, Running, merged_moments, store_numbers
+from falconet.models.fused.channel_tables import MERGED, Table, merging
 from falconet.numerics.kernels import FUSED
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from falconet.models.own_convolution import OwnConv, is_bare
+from falconet.models.fused.own_convolution import OwnConv, is_bare
 
 if TYPE_CHECKING:
-    from falconet.models.grouped_kernels import Geometry
+    from falconet.models.fused.grouped_kernels import Geometry
 
 
 class _Ours(NamedTuple):
@@ -58,7 +58,7 @@ class GroupedConv(OwnConv):
 
 
 def _geometry(conv: nn.Conv2d, x: Tensor) -> "Geometry":
-    from falconet.models.grouped_kernels import Geometry  # Triton comes with CUDA only
+    from falconet.models.fused.grouped_kernels import Geometry  # Triton comes with CUDA only
 
     images, channels, height, width = x.shape
     return Geometry(images, channels, height, width, group=channels // conv.groups, stride=conv.stride[0])
@@ -69,7 +69,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: "Geometry") -> Tensor:
-        from falconet.models import grouped_kernels
+        from falconet.models.fused import grouped_kernels
 
         ctx.sizes, ctx.ours = sizes, _FASTER[sizes.group, sizes.stride]
         packed = grouped_kernels.pack(weight, x.dtype)
@@ -82,7 +82,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        from falconet.models import grouped_kernels
+        from falconet.models.fused import grouped_kernels
 
         x, weight, packed = ctx.saved_tensors
         dy, sizes = dy.contiguous(memory_format=torch.channels_last), ctx.sizes

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from falconet.models.narrow import Tiling
+from falconet.models.fused.narrow import Tiling
 from falconet.numerics.kernels import FUSED
 
 MERGED = 64  # sums of products that a program merges

@@ -1,0 +1,1 @@
+"""Layers computed by kernels of our own, and the fusion that finds them in a network."""
