@@ -4,7 +4,7 @@ import difflib
 import errno
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,3 +142,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     spellings = {each.lstrip("-"): each for each in known}  # dashes, which all options have, make none alike
     near = difflib.get_close_matches(word.lstrip("-"), list(spellings), n=1, cutoff=NEAR)
     return f"; did you mean '{spellings[near[0]]}'?" if near else ""
+
+
+def folder_near(missing: Path, *further: Path) -> str:
+    """`; did you mean 'x'?` for a folder of nearly the same name, beside the missing one or in further folders."""
+    places: dict[str, Path] = {}
+    for parent in (missing.parent, *further):
+        with suppress(OSError):
+            places |= {each.name: each for each in sorted(parent.iterdir()) if each.is_dir()}
+    near = difflib.get_close_matches(missing.name, places, n=1, cutoff=NEAR)
+    return f"; did you mean '{places[near[0]]}'?" if near else ""

@@ -33,6 +33,8 @@ MISTAKES = {
     "data verify nope": "nope: no such folder; expected one that `falconet data pack` made\n",
     "upload": "expected a run folder, as in `falconet upload runs/my-run`\n",
     "upload nope": "nope: no such folder; expected a run folder\n",
+    "upload runs/frist": "runs/frist: no such folder; expected a run folder; did you mean 'runs/first'?\n",
+    "train run": f"{NO_PHOTOS[:-1].replace('nope', 'run')}; did you mean 'runs'?\n",
     f"train {TINY} --replicas 2 --batchnorm-span 2 --disable-stable-batchnorm": "--batchnorm-span: got 2, expected 1",
 }
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from falconet.errors import DataError
+from falconet.errors import DataError, folder_near
 
 Auto = Literal["auto"]
 ORIGIN = "origin"  # the key in a field's metadata
@@ -274,7 +274,8 @@ def _letters(part: Any) -> str:
 
 def require_folder(folder: Path, expected: str) -> None:
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; expected {expected}")
+        what = "not a folder" if folder.exists() else "no such folder"
+        raise DataError(f"{folder}: {what}; expected {expected}{folder_near(folder)}")
 
 
 def require_photos(path: Path) -> None:

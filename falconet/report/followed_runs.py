@@ -1,14 +1,13 @@
 """Runs that are followed while they train, perhaps in another process: each look reads only what is new."""
 
 import contextlib
-import difflib
 import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from falconet.config.fields import PHOTO_SUFFIXES
-from falconet.errors import NEAR, DataError
+from falconet.errors import DataError, folder_near
 from falconet.report import folders
 from falconet.report.foreign_folder import ForeignFolder, Known, Mark
 from falconet.report.run_files import (
@@ -93,7 +92,8 @@ def what_is_there(folder: Path) -> FollowedRun | FollowedFolder | str:
         if not folder.exists():
             if folder == folders.home(RUNS):  # the first run makes it
                 return f"{folder} does not exist yet"
-            raise DataError(f"{folder}: no such folder; expected a run folder, or a folder of runs{_near(folder)}")
+            meant = folder_near(folder, folders.home(RUNS))
+            raise DataError(f"{folder}: no such folder; expected a run folder, or a folder of runs{meant}")
         if folder.is_file():
             raise DataError(f"{folder}: a file; expected a run folder, or a folder of runs")
         with ForeignFolder(folder) as files:
@@ -113,16 +113,6 @@ def what_is_there(folder: Path) -> FollowedRun | FollowedFolder | str:
     if strange:
         raise DataError(f"{folder}: not a run folder, nor are there runs in it; expected {CONFIG} and {METRICS}")
     return f"there is no run in {folder} yet"
-
-
-def _near(folder: Path) -> str:
-    """`; did you mean 'x'?` for a folder of nearly the same name, beside it or among the runs."""
-    places: dict[str, Path] = {}
-    for parent in (folder.parent, folders.home(RUNS)):
-        with contextlib.suppress(OSError):
-            places |= {each.name: each for each in sorted(parent.iterdir()) if each.is_dir()}
-    near = difflib.get_close_matches(folder.name, places, n=1, cutoff=NEAR)
-    return f"; did you mean '{places[near[0]]}'?" if near else ""
 
 
 def _photo_in(folder: Path) -> str | None:

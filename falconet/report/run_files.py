@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from falconet.errors import DataError, printable
+from falconet.errors import DataError, folder_near, printable
 from falconet.report.answers import MOST_PICTURES, Answers, Picture, best_validated, read_answers, read_picture
 from falconet.report.foreign_folder import ForeignFolder, Known, count, number, numbers, objects, text
 
@@ -146,7 +146,8 @@ def read_run(folder: Path, *, state: State | None = None) -> RunFiles:
 def opened(folder: Path, known: dict[str, Known] | None = None) -> ForeignFolder:
     """The files of a run folder; DataError if it is none. `known`: results of earlier reads."""
     if not folder.is_dir():
-        raise DataError(f"{folder}: {'a file' if folder.is_file() else 'no such folder'}; expected a run folder")
+        what = "a file" if folder.is_file() else "no such folder"
+        raise DataError(f"{folder}: {what}; expected a run folder{folder_near(folder)}")
     try:
         files = ForeignFolder(folder, known)
     except OSError as error:

@@ -23,12 +23,13 @@ def image(root, name):
 
 @pytest.fixture
 def root(tmp_path):
+    root = tmp_path / "photos"
     for name in ("train/dog/2.png", "train/dog/1.JPEG", "train/cat/b/1.webp", "train/cat/a.gif", "val/dog/9.bmp"):
-        image(tmp_path, name)
-    (tmp_path / "train/dog/notes.txt").write_text("not an image")
-    (tmp_path / "train/dog/.hidden.png").write_text("")
-    (tmp_path / "train/.cache").mkdir()
-    return tmp_path
+        image(root, name)
+    (root / "train/dog/notes.txt").write_text("not an image")
+    (root / "train/dog/.hidden.png").write_text("")
+    (root / "train/.cache").mkdir()
+    return root
 
 
 def paths(source):
