@@ -47,13 +47,13 @@ test: .venv/installed-for-tests $(TRITON)
 tests: .venv/installed-for-tests $(TRITON) chromium
 	$(PYTEST) $(ARGS)
 
-# The browser for the tests of the server's page; without it they are skipped, or fail if CI is set.
+# The browser for the tests of pages; without it they are skipped, or fail if CI is set.
 CHROMIUM := apt-get install -y --no-install-recommends chromium
 chromium:
 	@if { command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && [ -e /etc/debian_version ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(CHROMIUM) > /dev/null || echo "could not install Chromium"; \
-	else echo "no Chromium for the tests of the server's page; on Debian: sudo $(CHROMIUM)"; fi
+	else echo "no Chromium for the tests of pages; on Debian: sudo $(CHROMIUM)"; fi
 
 # The minutes: fuzzing, ssh, several hosts, kills, training to an accuracy.
 test-slow: .venv/installed-for-tests $(TRITON) oldest-triton

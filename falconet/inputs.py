@@ -69,7 +69,7 @@ def _load_over_checkpoint(command: type[OptionsT], line: Sequence[Setting]) -> L
         raise ConfigError(
             "--checkpoint-input-path: is required; expected a checkpoint, a folder of them or a run folder"
         )
-    _check_checkpoint(options.input)
+    _require_checkpoint(options.input)
     if not isinstance(options, AverageOptions) and "model" in stated.sources:
         problem = rules.unknown_model(options.model)
         if problem:
@@ -205,7 +205,7 @@ def _check_predict(options: PredictOptions) -> None:
                 f"{option}{given} is a photo; expected a run, a checkpoint or a weights file before it, or --model NAME"
                 " --pretrained published"
             )
-    _check_checkpoint(options.input)
+    _require_checkpoint(options.input)
     for option, place in (("output", options.predict.output), ("embeddings", options.predict.embeddings)):
         if place is not None and (place.suffix.lower() in PHOTO_SUFFIXES or _is_one_of(place, options.predict.photos)):
             raise ConfigError(f"--{option}: {place} would replace a photo; expected the name of another file")
@@ -229,14 +229,14 @@ def _check_export(options: ExportOptions) -> None:
             raise ConfigError(f"--format {export.format}: needs {package}, which is not installed: pip install {extra}")
     if export.photos is not None:
         require_folder(export.photos, "a folder of photos for --photos")
-    _check_checkpoint(options.input)
+    _require_checkpoint(options.input)
 
 
 def _check_bench_infer(options: InferOptions) -> None:
-    _check_checkpoint(options.input)
+    _require_checkpoint(options.input)
 
 
-def _check_checkpoint(input: Input) -> None:
+def _require_checkpoint(input: Input) -> None:
     path = input.checkpoint_input_path
     if path is not None and not path.is_file():
         require_checkpoints(path)

@@ -167,10 +167,8 @@ def require_writable(path: Path, option: str) -> None:
 def require_replaceable(path: Path, option: str) -> None:
     """The same for a file that `replace` is to write, which goes through no link."""
     require_writable(path, option)
-    try:
+    with explained(f"to {path}", option=option):
         refuse_links(path.parent, [path.name])
-    except LinkError:
-        raise LinkError(path, option) from None
 
 
 @contextlib.contextmanager

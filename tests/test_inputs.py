@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from falconet import cli
+from falconet import cli, inputs
+from falconet.config import rules
 from falconet.config.commands import COMMANDS
 from tiny import TINY
 
@@ -102,3 +103,14 @@ def test_run_needs_its_data(falconet, monkeypatch):
     answer = falconet("train --data cifar10 --data-dir nope --model resnet8-cifar --device cpu")
     assert answer.code == 2
     assert "cifar10: not found under nope" in answer.err
+
+
+def test_every_check_is_in_force():
+    written = {function for name, function in vars(inputs).items() if name.startswith("_check_")}
+    assert written == set(inputs.CHECKS)
+
+
+@pytest.mark.parametrize("check", inputs.CHECKS)
+def test_every_check_is_made_for_a_command(check):
+    """A wrong type would silently switch it off."""
+    assert any(rules.read_by(check, command()) is not None for command in COMMANDS.values())

@@ -204,7 +204,7 @@ def _in_int8(task: Task, images: Divided, folder: Path, note: Say) -> Checked:
         plain, size = task.open(scratch), (scratch / ONNX).stat().st_size
     ours, exported = task.ours(), task.open(folder)
     read, (what, _) = calibration.read, images.what
-    note(f"calibrated on {counted_photos(read, what)}, a keyed choice; none of them is measured")
+    note(f"calibrated on {counted_photos(read, what)}; accuracy is measured on others")
     tolerance = None if asked.tolerance == "auto" else asked.tolerance
     found = checks.measure(task.graph, ours, exported, images, tolerance=tolerance, batch=batch)
     also = {

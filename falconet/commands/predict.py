@@ -1,4 +1,4 @@
-"""`falconet predict`: name the classes of photos, with their probabilities."""
+"""`falconet predict`: predict the classes of photos, with their probabilities."""
 
 import csv
 import json
@@ -48,7 +48,7 @@ def run(loaded: Loaded[PredictOptions]) -> int:
             answers.add(rows)
     if written := _written(asked, answers.count):
         unread = f", {answers.refused:,} not" if answers.refused else ""
-        say(f"{counted(answers.count, 'photo')} answered{unread}; {written}")
+        say(f"{counted(answers.count, 'photo')} predicted{unread}; {written}")
     return FAILED if answers.refused else DONE
 
 

@@ -562,19 +562,3 @@ class Input:
 
     checkpoint_input_path: Path | None = local(None)
     """A checkpoint, a folder of checkpoints, or a run folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pretrained:
-    """Weights that were trained elsewhere, instead of a checkpoint's."""
-
-    pretrained: Literal["none", "published"] | Path = local("none", bare="published")
-    """Use the model's published weights or those of a file, and prepare photos as they expect."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Which checkpoint of a folder is used."""
-
-    checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last"] = local("best")
-    """Checkpoint to use: the best validated one, the newest, or that of epoch N."""

@@ -30,13 +30,12 @@ from falconet.config.options import (
     Numerics,
     Optimizer,
     Parallel,
-    Pretrained,
     Run,
     Training,
     Views,
     Workspace,
 )
-from falconet.config.tool_options import Choices, Export, Inference, Load, Predict, Serving, Table
+from falconet.config.tool_options import Choices, Export, Inference, Load, Predict, Pretrained, Serving, Table
 from falconet.config.values import ALLOWED, BOUND_TO_WEIGHTS, further_average, is_rate_share, record_keys, resolutions
 from falconet.errors import ConfigError, did_you_mean
 

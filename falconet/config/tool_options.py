@@ -1,10 +1,29 @@
-"""The options of the commands that search, measure, predict and serve, and of the tools, as those of training are."""
+"""The options of the commands that do not train (search, measure, predict, serve, tools), declared as in options.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from falconet.config.fields import AtLeast, Auto, Between, MoreThan, Range, local
+
+# Which weights.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """Weights that were trained elsewhere, instead of a checkpoint's."""
+
+    pretrained: Literal["none", "published"] | Path = local("none", bare="published")
+    """Use the model's published weights or those of a file, and prepare photos as they expect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which checkpoint of a folder is used."""
+
+    checkpoint: Annotated[int, AtLeast(0)] | Literal["best", "last"] = local("best")
+    """Checkpoint to use: the best validated one, the newest, or that of epoch N."""
+
 
 # Searching and measuring.
 
@@ -34,7 +53,7 @@ class Table:
     """Where the result is written."""
 
     output: Path | None = local(None)
-    """CSV file, details in a .json beside it; default: a run's validation.csv, or validation-NAME.csv by a model."""
+    """CSV file, with details in a .json; default: a run's validation.csv, or validation-NAME.csv beside a model."""
     predictions: Path | None = local(None)
     """CSV file with a row per image: path, label, and the five most probable classes with their probabilities."""
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from falconet import writing
-from falconet.errors import ConfigError, LinkError
 from falconet.evaluation.evaluate import TOP, Evaluation
 from falconet.report.console import Say
 from falconet.report.epochs import ACCURACY
@@ -70,12 +69,8 @@ def write(rows: Sequence[Cells], path: Path, *, option: str, named: bool = False
 
 def write_result(text: str, path: Path, *, option: str, named: bool) -> None:
     """`option`: the one to change if writing fails; `named`: the user named the file, which may be a link."""
-    try:
+    with writing.explained(path, option=option):
         if named:
             path.write_bytes(writing.coded(text))
         else:
             writing.replace(path.parent, path.name, text)
-    except LinkError as error:
-        raise LinkError(error.path, option) from None
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot write {path}: {error.strerror or error}") from error

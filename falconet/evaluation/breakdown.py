@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from falconet import writing
 from falconet.data.keyed import IntArray
 from falconet.data.storage import ArraySource, BoolArray, Source
-from falconet.errors import ConfigError, printable
+from falconet.errors import printable
 from falconet.evaluation.average_precision import ClassPrecision, gathered
 from falconet.evaluation.evaluate import TOP, Evaluation, Observe
 from falconet.parallel.world import ALONE, World
@@ -304,10 +305,8 @@ class MultiLabelPredictions(Predictions):
 
 def open_predictions(path: Path) -> TextIO:
     """The file for predictions; names of files keep their bytes."""
-    try:
+    with writing.explained(path):
         return path.open("w", encoding="utf-8", errors="surrogateescape", newline="")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def measured_json(name: str, epoch: str, found: Evaluation, parts: Breakdown | Precisions) -> dict[str, object]:

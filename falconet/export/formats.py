@@ -87,10 +87,9 @@ def quantise(plain: Path, target: Path, batches: Iterator[Values], *, reduce_ran
         )
     model = onnx.load(target)
     used = {node.domain for node in model.graph.node}
+    # ONNX Runtime lists every domain that it knows, and other programs refuse those.
     for stated in [each for each in model.opset_import if each.domain not in used]:
-        model.opset_import.remove(
-            stated
-        )  # ONNX Runtime lists every domain that it knows, and other programs refuse those
+        model.opset_import.remove(stated)
     onnx.save(model, target)
 
 

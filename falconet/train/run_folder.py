@@ -494,8 +494,6 @@ def _fresh(options: commands.TrainOptions, conventions: Conventions) -> Path:
 
 
 def _require_writable(folder: Path, option: str) -> None:
-    try:
+    with writing.explained(f"to {folder}", option=option):
         folder.mkdir(parents=True, exist_ok=True)
         writing.probe(folder)
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot write to {folder}: {error.strerror or error}") from error

@@ -53,7 +53,7 @@ def test_a_run_is_quantised_and_measured_on_its_validation_images(run, falconet)
     assert (answer.code, answer.err) == (0, "")
     expected = [
         r"loaded run/checkpoints/resnet8-cifar_digits_2, saved after epoch 2",
-        r"calibrated on 50 training images, a keyed choice; none of them is measured",
+        r"calibrated on 50 training images; accuracy is measured on others",
         r"input: images, uint8 .*",
         r"output: logits, .*",
         r"int8 on 360 validation images: \d\d\.\d\d % right, in fp32 \d\d\.\d\d % \(tolerance 1 % of the images less\);"
@@ -99,7 +99,7 @@ def test_photos_of_a_folder_calibrate_and_measure_weights_without_a_run(image_fo
     answer = falconet(f"export --model resnet8-cifar --image-size 16 --photos photos --int8 {QUICK}")
     assert answer.code == 0, answer.err
     assert "note: no accuracy, because the model does not know the classes of the photos" in answer.out
-    assert "calibrated on 24 photos of photos, a keyed choice" in answer.out
+    assert "calibrated on 24 photos of photos; accuracy" in answer.out
     assert "int8 on 8 photos of photos: same best class for 100.00 % (tolerance 10 % others)" in answer.out
     assert Path("export/onnx-int8/export.json").exists()
 

@@ -141,7 +141,7 @@ def test_json_is_an_array_of_a_line_per_photo(falconet, home):
 def test_csv_goes_to_a_file_which_a_failure_leaves_as_it_was(falconet, home, monkeypatch):
     answer = falconet("predict r photos/val --csv --top 2 --output out.csv")
     assert (answer.code, answer.out) == (0, "")
-    assert answer.err.endswith("18 photos answered; written: out.csv\n")
+    assert answer.err.endswith("18 photos predicted; written: out.csv\n")
     with open("out.csv", newline="", encoding="utf-8") as file:  # noqa: PTH123
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["path", "label", "probability", "label_2", "probability_2"]
@@ -149,7 +149,7 @@ def test_csv_goes_to_a_file_which_a_failure_leaves_as_it_was(falconet, home, mon
     before = Path("out.csv").read_text()
     none = falconet("predict r nothing.jpg --csv --output out.csv")
     assert none.code == 1
-    assert none.err.endswith("0 photos answered, 1 not; nothing written to out.csv\n")
+    assert none.err.endswith("0 photos predicted, 1 not; nothing written to out.csv\n")
     monkeypatch.setattr(photos, "scored", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     loaded = inputs.load(PredictOptions, read_line(PredictOptions, ["r", "photos/val", "--output", "out.csv"]))
     with pytest.raises(KeyboardInterrupt):
@@ -211,7 +211,7 @@ def test_what_may_not_be_looked_at_is_named_and_the_rest_answered(falconet, home
     assert answer.code == 1, answer.err
     assert "closed/0.png: Permission denied\n" in answer.err
     assert f"{long}: File name too long\n" in answer.err
-    assert "18 photos answered, 2 not; written: out.csv\n" in answer.err
+    assert "18 photos predicted, 2 not; written: out.csv\n" in answer.err
 
 
 def test_a_photo_behind_two_slashes_is_named(falconet, home):

@@ -8,8 +8,8 @@ import pytest
 
 from falconet.config import rules
 from falconet.config.commands import COMMANDS, Command, RestoreOptions, TrainOptions
-from falconet.config.options import Choice, Optimizer, Parallel
-from falconet.config.tool_options import Choices, Export
+from falconet.config.options import Optimizer, Parallel
+from falconet.config.tool_options import Choice, Choices, Export
 from falconet.errors import ConfigError
 
 

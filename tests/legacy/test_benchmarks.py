@@ -61,3 +61,10 @@ def test_our_specs_ask_for_what_the_originals_do(kind):
     for original in read_spec(ROOT / f"tests/data/bench/{kind}_benchmarks.yml"):
         if "tritonserver" not in original.name:
             assert ours(mine[original.name]) == theirs(kind, original), original.name
+
+
+@pytest.mark.parametrize("folder", ["pytorch/train", "pytorch/inference", "tensorflow"])
+def test_the_originals_folders_link_to_our_specs(folder):
+    spec = ROOT / "compat" / folder / "benchmarks.yml"
+    assert spec.is_symlink()
+    assert spec.resolve() == ROOT / f"falconet/bench/specs/{folder.replace('/', '_')}.yml"

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from falconet.numerics.kernels import FUSED
 
-VECTOR = 8  # the number of channels is a multiple of it
 STRIP = 32  # rows that a thread walks, at most; each strip reads the rows of its border again
 SUMMING = 132 * 512  # threads that sum a weight's gradient: four warps for each scheduler of an H100; changes bits
 SIZES = ["height", "width", "out_height", "out_width", "top", "left", "groups", "lanes", "strips", "rows"]

@@ -15,7 +15,7 @@ from falconet.report.trackers.tracker import Confusion, Picture, Tracker
 
 
 class Aim(Tracker):
-    """A run where Aim itself would keep it: in the nearest .aim above the current folder, or a new one in it."""
+    """A run where Aim itself would keep it: the nearest .aim in or above the current folder, else a new one there."""
 
     def __init__(self, folder: Path, *, options: Mapping[str, object]) -> None:
         try:
