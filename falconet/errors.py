@@ -152,3 +152,8 @@ def folder_near(missing: Path, *further: Path) -> str:
             places |= {each.name: each for each in sorted(parent.iterdir()) if each.is_dir()}
     near = difflib.get_close_matches(missing.name, places, n=1, cutoff=NEAR)
     return f"; did you mean '{places[near[0]]}'?" if near else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line with any words in another library's error."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

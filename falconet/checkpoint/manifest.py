@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Position:
-    """The progress of training when the checkpoint was saved."""
+    """Where training was when the checkpoint was saved."""
 
     epoch: int
     images: int

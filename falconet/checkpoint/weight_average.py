@@ -134,8 +134,8 @@ def write(folders: Sequence[Path], made: Mapping[str, object], *, weights: dict[
     """Save averaged weights with the rest of the newest checkpoint's state, so that the result can be restored too."""
     newest = folders[-1]
     manifest = format.verify(newest)
-    others = [stem for stem in manifest.stems if stem != "model"]
-    tensors = {"model": weights} | {stem: format.read_tensors(newest, stem, verified=manifest) for stem in others}
+    others = [stem for stem in manifest.stems if stem != MODEL]
+    tensors = {MODEL: weights} | {stem: format.read_tensors(newest, stem, verified=manifest) for stem in others}
     content = {key: value for key, value in manifest.content.items() if key not in ("files", "digest", "metrics")}
     format.write(to, tensors, content | {"averaged": made, "metrics": {}})
 

@@ -164,7 +164,7 @@ def _validated(measured: Measured, *, count: int) -> Validated:
         loss=found.loss,
         images=found.images,
         seconds=seconds,
-        batch=count * value_or(opened.options.data.validation_batch_size, opened.options.data.micro_batch),
+        batch=count * opened.options.data.validation_batch,
         origin=Origin(
             model=opened.options.model.model,
             data=opened.options.data.data,

@@ -113,6 +113,11 @@ class Data:
         """The size, or what auto stands for until it is found; only training searches for it."""
         return value_or(self.micro_batch_size, MICRO_BATCH)
 
+    @property
+    def validation_batch(self) -> int:
+        """Images per batch of a validation in one process."""
+        return value_or(self.validation_batch_size, self.micro_batch)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:

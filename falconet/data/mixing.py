@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from falconet.config.facts import uses_cutmix
 from falconet.config.options import Augmentation
 from falconet.data.keyed import FloatArray, IntArray, Purpose, uniform
 
@@ -29,12 +30,8 @@ def mixes(augmentation: Augmentation) -> bool:
     return augmentation.mixup_alpha > 0
 
 
-def cuts(augmentation: Augmentation) -> bool:
-    return (augmentation.cutmix_lambda_low, augmentation.cutmix_lambda_high) not in ((0.0, 0.0), (1.0, 1.0))
-
-
 def mixes_or_cuts(augmentation: Augmentation) -> bool:
-    return mixes(augmentation) or cuts(augmentation)
+    return mixes(augmentation) or uses_cutmix(augmentation)
 
 
 def draw(augmentation: Augmentation, *, indices: IntArray, micro_batch: int, side: int, seed: int, epoch: int) -> Mix:
@@ -77,7 +74,7 @@ def beta(alpha: float, *, indices: IntArray, seed: int, epoch: int) -> FloatArra
 def _cutmix_box(
     augmentation: Augmentation, *, micro_batch: int, side: int, seed: int, epoch: int
 ) -> tuple[int, int, int, int]:
-    if not cuts(augmentation):
+    if not uses_cutmix(augmentation):
         return (0, 0, 0, 0)
     number = np.array([micro_batch], dtype=np.int64)
     drawn = uniform(seed=seed, epoch=epoch, indices=number, purpose=Purpose.CUTMIX, draws=4)

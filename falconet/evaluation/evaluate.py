@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from falconet.checkpoint.manifest import rank
 from falconet.config import options
-from falconet.config.fields import value_or
 from falconet.data.buffers import Batch
 from falconet.data.dataset import Dataset
 from falconet.data.image_files import BadImages
@@ -239,7 +238,7 @@ def evaluator(
     capture: bool = True,
 ) -> Measure:
     """Measures a model on the validation images of `images`; `capture`: replay batches as graphs on CUDA."""
-    batch = value_or(data.validation_batch_size, data.micro_batch)
+    batch = data.validation_batch
     shape = BatchShape(micro_batch=batch, replicas=world.size, replica=world.rank)
     bad = BadImages(None, note=note)
     loader = Input(data=data, regime=regime, world=world, note=note).evaluation_loader(images, shape=shape, bad=bad)

@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from falconet.config import options
-from falconet.config.fields import value_or
 from falconet.data.buffers import Batch
 from falconet.data.dataset import Dataset
 from falconet.data.image_files import BadImages
@@ -44,7 +43,7 @@ def misfit_warning(
     """A warning if batch norm's running statistics do not fit one batch of the validation images."""
     if data.data in ("generated", "synthetic"):
         return None
-    batch = min(value_or(data.validation_batch_size, data.micro_batch), ENOUGH)
+    batch = min(data.validation_batch, ENOUGH)
     quiet = BadImages(None, note=lambda _: None)
     reading = Input(data=data, regime=regime, world=world, note=lambda _: None)
     loader = reading.evaluation_loader(images, shape=BatchShape(micro_batch=batch), bad=quiet)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from falconet.errors import CheckpointError, DeviceError, memory_shortage
+from falconet.errors import CheckpointError, DeviceError, first_line, memory_shortage
 from falconet.export import timm_folder, triton_repository
-from falconet.export.graph import INPUT, OUTPUT, Graph, Values, dynamic_batch, first_line
+from falconet.export.graph import INPUT, OUTPUT, Graph, Values, dynamic_batch
 from falconet.infer.engines import import_openvino
 
 Engine = Callable[[Values], Values]  # the graph's input in host memory -> logits

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from falconet.config.options import Model
 from falconet.data.preprocessing import Preprocessing, normaliser
-from falconet.errors import CheckpointError, memory_shortage
+from falconet.errors import CheckpointError, first_line, memory_shortage
 from falconet.infer.prediction import Activation
 
 INPUT, OUTPUT = "images", "logits"
@@ -114,8 +114,3 @@ class Graph:
 def dynamic_batch() -> tuple[dict[int, Any]]:
     """A specification that leaves the size of the input's first dimension free."""
     return ({0: torch.export.Dim("batch", min=1)},)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line with any words in another library's error."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

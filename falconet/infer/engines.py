@@ -17,7 +17,7 @@ import torch
 
 from falconet.config.commands import ServeOptions
 from falconet.config.settings import Setting
-from falconet.errors import CheckpointError
+from falconet.errors import CheckpointError, first_line
 from falconet.infer.classifier import Classifier
 from falconet.infer.conversion import (
     FILES,
@@ -209,7 +209,7 @@ def open_onnx(found: Exported, *, threads: int) -> Compute:
 
         return _tried(compute, found)
     except (*failures, errors.RuntimeException, ValueError) as error:
-        raise ConversionError(f"ONNX Runtime cannot compute {name}: {_first_line(error)}") from error
+        raise ConversionError(f"ONNX Runtime cannot compute {name}: {first_line(error)}") from error
 
 
 def open_openvino(found: Exported) -> Compute:
@@ -232,7 +232,7 @@ def open_openvino(found: Exported) -> Compute:
 
         return _tried(compute, found)
     except (RuntimeError, ValueError) as error:
-        raise ConversionError(f"OpenVINO cannot compute {described}: {_first_line(error)}") from error
+        raise ConversionError(f"OpenVINO cannot compute {described}: {first_line(error)}") from error
 
 
 def _tried(compute: Compute, found: Exported) -> Compute:
@@ -353,7 +353,3 @@ def _threads() -> str:
 
 def _images(number: int) -> str:
     return "one image" if number == 1 else f"{number:,}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

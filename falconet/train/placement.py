@@ -165,6 +165,8 @@ class WholeModel:
         From what the backward pass of an image needs. Convolution workspaces come on top, and what the allocator cannot
         use: rather too little than a needless warning.
         """
+        if self.recomputation and self.recomputation.activations is None:
+            return None
         setup, side, fused = self.setup, self.setup.images.training.image_size, self.fused(model)
 
         def forward(images: int, keep: memory.Keep) -> None:
@@ -175,8 +177,7 @@ class WholeModel:
         casts, growth = memory.kept_bytes(model, forward, micro_batch=setup.shape.micro_batch)
         activations = sum(growth)
         if self.recomputation:
-            if self.recomputation.activations is None:
-                return None
+            assert self.recomputation.activations is not None
             activations = self.recomputation.activations // setup.shape.as_run.micro_batch
         pixels = 3 * side * side
         weights = training_bytes(model, setup.options, regime=setup.regime, replicas=setup.shape.replicas)

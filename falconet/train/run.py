@@ -58,9 +58,8 @@ class Decided:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What is known of a run before its model is built."""
+    """What is known of a run before its model is changed for its device."""
 
-    began: float  # seconds since 1970
     environment: Mapping[str, str]  # versions and hardware
     bad: Sequence[str]  # photos that cannot be used
     layers: Sequence[Row]  # for the report
@@ -142,11 +141,10 @@ def _end_plan(decided: Decided) -> None:
     say(decided.launch.loaded.to_yaml().rstrip())
 
 
-def _known(first: BuiltPhase, *, began: float) -> Start:
-    """What is known of a run, of which this is the first phase, before its model is changed for its device."""
+def _known(first: BuiltPhase) -> Start:
+    """What is known of a run by its first phase."""
     site = first.site
     return Start(
-        began=began,
         bad=first.images.check.lines(),
         layers=_layers(first),
         graph=_graph(first),
@@ -179,7 +177,7 @@ def _run_phases(decided: Decided, held: contextlib.ExitStack, *, began: float) -
     for _ in range(decided.current - 1):
         phases.popleft()
     first, options = phases[0], launch.loaded.options
-    start = _known(first, began=began)
+    start = _known(first)
     state = begin(first)
     if _is_finished(first, state.progress):
         return 0

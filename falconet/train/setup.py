@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint.initial_weights import InitialWeights
-from falconet.config import commands, facts
+from falconet.config import commands
 from falconet.config.values import resolutions
+from falconet.data import mixing
 from falconet.data.crops import Crops
 from falconet.data.dataset import Dataset
 from falconet.data.image_files import BadImages
@@ -32,9 +33,7 @@ from falconet.numerics.precision import Regime
 from falconet.optim.optimizers import decay_groups
 from falconet.parallel.grid import Grid
 from falconet.report.console import Say
-from falconet.train.step import (
-    Prepare,
-)
+from falconet.train.step import Prepare
 
 AHEAD = 2  # updates whose images are on the device in any case: the one in use, and the next
 WHITENED_AT_ONCE = 500  # images: their patches take 46 MB at 32 x 32
@@ -155,7 +154,7 @@ class Setup:
 
     def normalise_to(self, channels: int) -> Normalise:
         """The normalisation into the regime's own format, unless images are mixed, which takes full precision."""
-        is_mixed = facts.least_micro_batch(self.options.augmentation) > 1
+        is_mixed = mixing.mixes_or_cuts(self.options.augmentation)
         is_direct = self.device.type == "cuda" and not is_mixed
         dtype = self.regime.formats(self.device)["activations"] if is_direct else torch.float32
         return self.images.normalise(self.device, dtype=dtype, channels=channels)

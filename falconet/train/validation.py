@@ -9,7 +9,6 @@ from torch import Tensor
 from falconet.checkpoint.manifest import Position
 from falconet.checkpoint.state import TrainState
 from falconet.config import commands
-from falconet.config.fields import value_or
 from falconet.errors import Interrupted
 from falconet.evaluation.evaluate import Evaluation, Measure, never
 from falconet.report.epochs import ACCURACY, Metric
@@ -149,5 +148,4 @@ def _named(group: str, found: Evaluation) -> dict[str, float]:
 
 def validation_batch(options: commands.TrainOptions) -> int:
     """Images per validation batch on one replica; pipeline stages pass on batches of one size only."""
-    asked, micro_batch = options.data.validation_batch_size, options.data.micro_batch
-    return micro_batch if options.parallel.pipeline_splits else value_or(asked, micro_batch)
+    return options.data.micro_batch if options.parallel.pipeline_splits else options.data.validation_batch
