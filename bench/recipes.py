@@ -6,7 +6,7 @@
 
 The runs are those of `falconet recipe verify NAME`, without starting Python for each. Every run is written when it
 ends, with its validations; no run starts after --minutes. The same line again makes those that are not in the file;
-with --again, all of them. If a seed has several runs, the last counts.
+with --again, all of them. If a seed has several runs, the last counts. The exit code is 1 if a run is missing.
 --evidence writes the files that `falconet configs --evidence` shows, one per recipe.
 """
 
@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,21 @@ def plot(found: dict[str, list[Row]], path: Path) -> None:
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
+def show(path: Path, *, picture: Path | None, evidence: Path | None) -> None:
+    """Print the table of a file of runs; draw them and write their evidence where asked for."""
+    found = rows_of(path)
+    if not found:
+        raise SystemExit(f"{path}: no runs; expected a file that --output has written")
+    print("\n".join(table(found)))
+    if evidence:
+        evidence.mkdir(parents=True, exist_ok=True)
+        for name, rows in found.items():
+            if name == rows[0]["recipe"]:  # with its own options alone
+                (evidence / f"{name}.json").write_text(evidence_of(name, rows).to_json())
+    if picture:
+        plot(found, picture)
+
+
 def main() -> None:
     here, further = divided(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,15 +167,7 @@ def main() -> None:
     parser.add_argument("--evidence", type=Path, metavar="FOLDER", help="with --show: write a file per recipe, too")
     args = parser.parse_args(here)
     if args.show:
-        found = rows_of(args.show)
-        print("\n".join(table(found)))
-        if args.evidence:
-            args.evidence.mkdir(parents=True, exist_ok=True)
-            for name, rows in found.items():
-                if name == rows[0]["recipe"]:  # with its own options alone
-                    (args.evidence / f"{name}.json").write_text(evidence_of(name, rows).to_json())
-        if args.plot:
-            plot(found, args.plot)
+        show(args.show, picture=args.plot, evidence=args.evidence)
         return
     if not (args.names and args.data_dir and args.output):
         parser.error("expected names of configs, --data-dir and --output, or --show")
@@ -169,25 +176,30 @@ def main() -> None:
         parser.error(f"not a named config: {', '.join(unknown)}" if unknown else "expected one seed or more")
     until = time.monotonic() + 60 * args.minutes
     done = set() if args.again else {(_named(row), row["seed"]) for row in rows_in(args.output)}
-    for name in args.names:  # one recipe after the other, so that what is there at the end is whole
-        for seed in range(args.first_seed, args.first_seed + args.seeds):
-            if (shlex.join([name, *further]), seed) in done:
-                print(f"{name}, seed {seed}: is in {args.output}", flush=True)
-                continue
-            if time.monotonic() > until:
-                print(f"{name}, seed {seed}: no time is left", flush=True)
-                return
-            try:
-                row = trained(name, further, data_dir=args.data_dir, seed=seed)
-            except RuntimeError as error:
-                print(f"{name}, seed {seed}: left out: {error}", flush=True)
-                continue
-            print(
-                f"{name}, seed {seed}: {row['accuracy']:.2f} % of {row['images']:,} images, {row['seconds']} s,"
-                f" {row['whole']} s in all",
-                flush=True,
-            )
-            add_row(args.output, row)
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    missing = 0
+    # One recipe after the other, so that what is there at the end is whole.
+    for name, seed in product(args.names, seeds):
+        if (shlex.join([name, *further]), seed) in done:
+            print(f"{name}, seed {seed}: is in {args.output}", flush=True)
+            continue
+        if time.monotonic() > until:
+            print(f"{name}, seed {seed}: no time is left", flush=True)
+            missing += 1
+            continue
+        try:
+            row = trained(name, further, data_dir=args.data_dir, seed=seed)
+        except RuntimeError as error:
+            print(f"{name}, seed {seed}: left out: {error}", flush=True)
+            missing += 1
+            continue
+        print(
+            f"{name}, seed {seed}: {row['accuracy']:.2f} % of {row['images']:,} images, {row['seconds']} s,"
+            f" {row['whole']} s in all",
+            flush=True,
+        )
+        add_row(args.output, row)
+    sys.exit(bool(missing))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from falconet.data import layout
 from falconet.data.packing import Packer, Recipe, made, plan
@@ -111,6 +110,8 @@ def example(image: bytes, label: int, *, synset: str = "", boxes: tuple[tuple[fl
 
 
 def write_records(path: Path, records: list[bytes]) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter  # a machine with a GPU may not have it
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         writer = RecordWriter(file)

@@ -89,6 +89,22 @@ def test_recipes_are_not_trained_twice_and_drawn_whatever_their_phases_measured(
     assert picture.stat().st_size > 10_000
 
 
+def test_recipes_that_were_left_out_or_had_no_time_are_named(said, seeds, monkeypatch, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    line = ["cifar10-resnet20", "--data-dir", "none", "--output", path, "--seeds", 2]
+    late = said(recipes, *line, "--minutes", -1)
+    assert (late.code, late.out.count("no time is left")) == (1, 2)
+
+    def failing(name, words, *, data_dir, seed):
+        raise RuntimeError("falconet train: no data")
+
+    monkeypatch.setattr(recipes, "trained", failing)
+    failed = said(recipes, *line)
+    assert (failed.code, failed.out.count("left out: falconet train: no data")) == (1, 2)
+    shown = said(recipes, "--show", path, "--plot", tmp_path / "curves.png")
+    assert shown.code == f"{path}: no runs; expected a file that --output has written"
+
+
 def test_an_unknown_recipe_is_refused_before_any_is_trained(said, seeds, tmp_path):
     names = ["cifar10-resnet20", "cifar10-resnet21"]
     found = said(recipes, *names, "--data-dir", "none", "--output", tmp_path / "rows.jsonl")
