@@ -193,12 +193,20 @@ def fitting_model(weights: Mapping[str, Tensor], *, where: str = "") -> tuple[st
     shapes = {name: tensor.to("meta") for name, tensor in weights.items()}
     ours = sorted(zoo.names(), key=lambda name: not name.endswith("-cifar"))  # the quickest first
     for name in (*ours, *_named_after(where)):
-        with torch.device("meta"):
-            own = zoo.build_model(Model(model=name), classes=ANY_CLASSES, seed=0).state_dict()
-        found = fit(own, shapes)
+        found = fit(shapes_of(name, classes=ANY_CLASSES), shapes)
         if found.is_whole or found.other_classes:
             return name, found.other_classes or ANY_CLASSES
     return None
+
+
+def shapes_of(name: str, *, classes: int) -> Mapping[str, Tensor]:
+    """The state of a model without its values."""
+    try:
+        with torch.device("meta"):
+            return zoo.build_model(Model(model=name), classes=classes, seed=0).state_dict()
+    except NotImplementedError:  # timm's RegNets look at a tensor of widths, which torch 2.11 cannot do there
+        state = zoo.build_model(Model(model=name), classes=classes, seed=0).state_dict()
+        return {key: tensor.to("meta") for key, tensor in state.items()}
 
 
 def _named_after(path: str) -> list[str]:

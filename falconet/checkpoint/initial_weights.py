@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from falconet.checkpoint import format
-from falconet.checkpoint.foreign import WeightsFile, fit, load_foreign, read_file
+from falconet.checkpoint.foreign import WeightsFile, fit, load_foreign, read_file, shapes_of
 from falconet.checkpoint.manifest import MANIFEST
 from falconet.checkpoint.origin import Origin, find_origin, own_origin
 from falconet.config.options import Data, Model
@@ -234,8 +233,7 @@ def _ratio(stored: Preprocessing) -> float:
 def _classes(file: WeightsFile, name: str) -> int:
     """The number of classes of a file's last layer, which may differ from the named model's."""
     shapes = {key: tensor.to("meta") for key, tensor in file.weights.items()}
-    with torch.device("meta"):
-        own = build_model(Model(model=name), classes=pretrained.IMAGENET_CLASSES, seed=0).state_dict()
+    own = shapes_of(name, classes=pretrained.IMAGENET_CLASSES)
     return fit(own, shapes).other_classes or pretrained.IMAGENET_CLASSES
 
 

@@ -135,6 +135,10 @@ class FoldedConv2d(nn.Module):
         if shortcut is None:
             name, *numbers = _ONEDNN[act]
             z = torch.ops.mkldnn._convolution_pointwise(x, self._packed, conv.bias, *how, name, numbers, "")
+        elif shortcut.shape[1] == 1 or shortcut.shape[2:].numel() == 1:
+            # torch 2.11 "could not create a memory" for sums whose memory is both contiguous and channels-last.
+            z = torch.ops.mkldnn._convolution_pointwise(x, self._packed, conv.bias, *how, "none", [], "")
+            z = self.act(z.add_(shortcut))
         else:
             last = None if act == "none" else _ONEDNN[act][0]
             z = torch.ops.mkldnn._convolution_pointwise.binary(

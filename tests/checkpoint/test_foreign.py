@@ -609,14 +609,17 @@ def test_weights_of_another_model_are_listed_with_the_model_they_fit():
 
 
 @pytest.mark.parametrize(
-    "where", ["resnet10t_176_c3-f3215ab1.pth", "models--timm--resnet10t.c3_in1k/model.safetensors"]
+    ("name", "where"),
+    [
+        ("resnet10t", "resnet10t_176_c3-f3215ab1.pth"),
+        ("resnet10t", "models--timm--resnet10t.c3_in1k/model.safetensors"),
+        ("regnety_002", "regnety_002.pth"),  # its constructor computes with tensors
+    ],
 )
-def test_weights_named_after_a_model_of_timm_that_they_fit_are_listed_with_it(monkeypatch, where):
+def test_weights_named_after_a_model_of_timm_that_they_fit_are_listed_with_it(monkeypatch, name, where):
     monkeypatch.setattr(zoo, "names", lambda: ("resnet8-cifar",))  # trying all of them takes seconds
-    given = timm.create_model("resnet10t", num_classes=7).state_dict()
-    with pytest.raises(
-        CheckpointError, match=r"; these weights fit timm:resnet10t with 7 classes \(all \d+ tensors\)$"
-    ):
+    given = timm.create_model(name, num_classes=7).state_dict()
+    with pytest.raises(CheckpointError, match=rf"; these weights fit timm:{name} with 7 classes \(all \d+ tensors\)$"):
         load_foreign(zoo.build("resnet8-cifar", classes=10, seed=0), given, where=where)
     assert fitting_model(given, where="weights.pth") is None
     assert fitting_model(given, where="resnet50d.pth") is None  # by name alone
