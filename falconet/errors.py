@@ -3,7 +3,7 @@
 import difflib
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -144,12 +144,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{spellings[near[0]]}'?" if near else ""
 
 
-def folder_near(missing: Path, *further: Path) -> str:
-    """`; did you mean 'x'?` for a folder of nearly the same name, beside the missing one or in further folders."""
+def folder_near(missing: Path, *further: Path, holds: Callable[[Path], bool] = Path.is_dir) -> str:
+    """`; did you mean 'x'?` for a folder of nearly the same name, beside the missing one or in further folders.
+
+    `holds`: whether a folder is of the expected kind.
+    """
     places: dict[str, Path] = {}
     for parent in (missing.parent, *further):
         with suppress(OSError):
-            places |= {each.name: each for each in sorted(parent.iterdir()) if each.is_dir()}
+            beside = (each for each in sorted(parent.iterdir()) if not each.name.startswith("."))
+            places |= {each.name: each for each in beside if holds(each)}
     near = difflib.get_close_matches(missing.name, places, n=1, cutoff=NEAR)
     return f"; did you mean '{places[near[0]]}'?" if near else ""
 

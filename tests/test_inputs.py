@@ -14,7 +14,7 @@ from tiny import TINY
 NO_PHOTOS = "nope: no such folder; expected photos in a folder per class, or a table of photos and labels\n"
 MISTAKES = {
     "restore --checkpoint-input-path /nope": "/nope: no such file or folder\n",
-    "restore --checkpoint-input-path runs/firts": "runs/firts: no such file or folder; did you mean 'first'?\n",
+    "restore --checkpoint-input-path runs/firts": "runs/firts: no such file or folder; did you mean 'runs/first'?\n",
     "restore --checkpoint-input-path runs/others": "runs/others: no such file or folder\n",
     "restore": "--checkpoint-input-path: is required",
     "validate --checkpoint-input-path none.pt": "none.pt: no such file or folder\n",

@@ -1,6 +1,5 @@
 """manifest.json: the facts about a checkpoint, its files, and the slices of tensors in them."""
 
-import difflib
 import hashlib
 import json
 import math
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from falconet.checkpoint.disk import FileRecord, write_bytes
-from falconet.errors import CheckpointError
+from falconet.errors import CheckpointError, folder_near
 from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION, Metric
 from falconet.writing import could_name_a_file
 
@@ -379,14 +378,7 @@ def require_folder(path: Path) -> None:
     """Refuse a path that is not a folder; suggest the nearest name beside it that holds checkpoints."""
     if not path.is_dir():
         what = "is a file; expected a checkpoint or a folder of them" if path.exists() else "no such file or folder"
-        raise CheckpointError(f"{path}: {what}{_meant(path)}")
-
-
-def _meant(path: Path) -> str:
-    names = [p.name for p in path.parent.glob("[!.]*") if p.is_dir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    held = [name for name in near if _holds_checkpoints(path.with_name(name))]
-    return f"; did you mean '{held[0]}'?" if held else ""
+        raise CheckpointError(f"{path}: {what}{folder_near(path, holds=_holds_checkpoints)}")
 
 
 def _holds_checkpoints(folder: Path) -> bool:

@@ -187,8 +187,10 @@ def _saved(
     options: InferOptions, line: Sequence[Setting], world: World, *, devices: Sequence[torch.device]
 ) -> saved_model.Opened:
     """Open the model of a checkpoint or of a weights file."""
-    path, shared = options.input.checkpoint_input_path, of_command(ValidateOptions, line)
+    path = options.input.checkpoint_input_path
     assert path is not None
+    # `validate` has an --output, too, which names a table.
+    shared = [setting for setting in of_command(ValidateOptions, line) if setting.bare != "output"]
     if len(devices) > 1:
         shared.append(Setting("device", ("cpu",), LINE))  # one device may not hold it
     if path.is_file():

@@ -95,8 +95,9 @@ def _embeddings(path: Path, classifier: Classifier) -> EmbeddingFile:
 
 def _written(asked: Predict, count: int) -> str:
     """A list of the files that were written, in words; empty: none was asked for."""
-    if asked.output and not count:
-        return f"nothing written to {asked.output}"
+    files = [str(path) for path in (asked.output, asked.embeddings) if path]
+    if files and not count:
+        return f"nothing written to {' or '.join(files)}"
     links = f"{asked.save_dir}/ (links)" if asked.save_dir else None
     places = [str(place) for place in (asked.output, links, asked.embeddings) if place]
     return f"written: {', '.join(places)}" if places else ""

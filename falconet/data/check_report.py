@@ -118,8 +118,8 @@ def lines(checked: Checked) -> list[str]:
         rows.append((_title(each), f"{len(each.names):,}", _some(each.names)))
     first = [_head(checked), _pace(checked)]
     if not rows:
-        fine = "nothing found" if checked.is_partial else "nothing found: every photo is whole, usual and there once"
-        return [*first, fine, *_remaining(checked)]
+        fine = "" if checked.is_partial else ": every photo is complete, ordinary and present only once"
+        return [*first, f"nothing found{fine}", *_remaining(checked)]
     wide, narrow = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
     return [
         *first,

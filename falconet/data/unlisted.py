@@ -33,7 +33,7 @@ class Unlisted:
             lines.append(f"{counted(self.endings.total(), 'other file')} passed over: {kinds}")
         lines += self.odd[:MOST_NAMED]
         if len(self.odd) > MOST_NAMED:
-            lines.append(f"and {counted(len(self.odd) - MOST_NAMED, 'more pipe')}, devices, links or closed folders")
+            lines.append(f"and {len(self.odd) - MOST_NAMED:,} more pipes, devices, links or closed folders")
         return lines
 
 

@@ -99,7 +99,7 @@ class Agreement:
             found = f"{alike} ({allowed} others)"
         else:
             fp32 = self._share(self.right_in_fp32)
-            found = f"{self._share(self.right)} right, in fp32 {fp32} ({allowed} of the images less); {alike}"
+            found = f"{self._share(self.right)} right, in fp32 {fp32} ({allowed} of the images); {alike}"
         return (
             f"int8 on {self.photos}: {found}; logits differ by at most {self.largest_difference:.2g},"
             f" by {self.mean_difference:.2g} on average"

@@ -22,7 +22,7 @@ def require_free(target: Path, *, overwrite: bool) -> None:
     try:
         str(target).encode()
     except UnicodeEncodeError:
-        why = "its name is not UTF-8, and the libraries that write models open no such path"
+        why = "its name is not UTF-8, and the libraries that write models cannot open such a path"
         raise ConfigError(f"--output: {target}: {why}; expected another name") from None
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return

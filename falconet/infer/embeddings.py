@@ -75,7 +75,7 @@ class EmbeddingFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._held:
-            if kind is None:
+            if kind is None and self._count:  # an earlier file is not replaced by an empty one
                 self._write()
 
     def _write(self) -> None:

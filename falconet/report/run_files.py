@@ -145,10 +145,10 @@ def read_run(folder: Path, *, state: State | None = None) -> RunFiles:
 
 def opened(folder: Path, known: dict[str, Known] | None = None) -> ForeignFolder:
     """The files of a run folder; DataError if it is none. `known`: results of earlier reads."""
-    if not folder.is_dir():
-        what = "a file" if folder.is_file() else "no such folder"
-        raise DataError(f"{folder}: {what}; expected a run folder{folder_near(folder)}")
     try:
+        if not folder.is_dir():
+            what = "a file" if folder.is_file() else "no such folder"
+            raise DataError(f"{folder}: {what}; expected a run folder{folder_near(folder)}")
         files = ForeignFolder(folder, known)
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror or error}; expected a run folder that you may read") from error

@@ -88,7 +88,7 @@ class ServedRuns:
                 taken = [paths[name] for paths in (self._paths, runs) if name in paths]
                 if not taken:
                     runs[name] = each
-                elif not any(path and path.samefile(each) for path in taken):
+                elif not any(path and path.exists() and path.samefile(each) for path in taken):
                     self._leave_out(each, f"would be served as '{name}', which is taken; rename its folder")
             except OSError as error:
                 self._leave_out(each, error.strerror or str(error))

@@ -183,7 +183,7 @@ def _why_neither(content: object) -> str:
     if "inputs" in content:
         return f"got inputs, which tensors have: they are sent to /v2/models/NAME/infer; {expected}"
     near = next(filter(None, (did_you_mean(key, ("image", "images")) for key in content)), "")
-    return f"neither image nor images is there, {expected}{near}"
+    return f"got neither image nor images, {expected}{near}"
 
 
 def _without_long(body: memoryview) -> tuple[bytes, list[memoryview]]:

@@ -108,9 +108,10 @@ def test_the_pytorch_style_has_a_line_for_every_batch(falconet):
 
 def test_checkpoint_supplies_model_and_data(falconet):
     assert falconet(f"train {TINY} --model resnet14-cifar --run-dir r").code == 0
-    answer = falconet("bench infer --checkpoint-input-path r --iterations 8 --threads 1")
+    answer = falconet("bench infer --checkpoint-input-path r --iterations 8 --threads 1 --output speed.json")
     assert answer.code == 0, answer.err
     assert "resnet14-cifar, batches of 8, data generated" in answer.out
+    assert json.loads(Path("speed.json").read_text())
 
 
 @pytest.mark.parametrize("data", ["digits", "synthetic"])

@@ -35,7 +35,7 @@ def test_a_sound_dataset_is_said_to_be_one(falconet, fine):
         "photos: 18 photos of 3 classes, 60 x 50 to 95 x 60 pixels, class folders; 15 to train, 3 to validate"
     )
     assert lines[1].startswith("decoded all of them in ")
-    assert lines[2:] == ["nothing found: every photo is whole, usual and there once"]
+    assert lines[2:] == ["nothing found: every photo is complete, ordinary and present only once"]
     assert not Path("photos-check.txt").exists()
 
 

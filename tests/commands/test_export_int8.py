@@ -56,7 +56,7 @@ def test_a_run_is_quantised_and_measured_on_its_validation_images(run, falconet)
         r"calibrated on 50 training images; accuracy is measured on others",
         r"input: images, uint8 .*",
         r"output: logits, .*",
-        r"int8 on 360 validation images: \d\d\.\d\d % right, in fp32 \d\d\.\d\d % \(tolerance 1 % of the images less\);"
+        r"int8 on 360 validation images: \d\d\.\d\d % right, in fp32 \d\d\.\d\d % \(tolerance 1 % of the images\);"
         r" same best class for [\d.]+ %; logits differ by at most [\d.]+, by [\d.]+ on average",
         r"latency of a batch of 1: [\d.]+ ms, in fp32 [\d.]+ ms, in Falconet [\d.]+ ms \(cpu, 1 thread\)",
         r"latency of a batch of 8: [\d.]+ ms, in fp32 [\d.]+ ms, in Falconet [\d.]+ ms \(cpu, 1 thread\)",

@@ -342,6 +342,10 @@ def test_embeddings_are_what_the_classifier_layer_gets(falconet, home):
     weight, bias = (tensor.detach().numpy() for tensor in classifier.model.fc.parameters())
     scores = stored["embeddings"] @ weight.T + bias
     np.testing.assert_allclose(scores, torch.stack([row.logits for row in rows]).numpy(), rtol=1e-4, atol=1e-5)
+    before = Path("e.npz").read_bytes()
+    answer = falconet("predict r photos/none.jpg --embeddings e.npz --output o.csv --threads 1")
+    assert "nothing written to o.csv or e.npz" in answer.err
+    assert Path("e.npz").read_bytes() == before
 
 
 def test_weights_of_imagenet_need_no_run_and_have_names(falconet, tmp_path):

@@ -272,11 +272,13 @@ def test_several_runs_share_a_page_and_what_is_none_is_named(falconet, tmp_path)
     Path("empty").mkdir()
     with Path("b/metrics.jsonl").open("a") as file:
         file.write('{"upd')
-    answer = falconet("report a empty b nowhere --output page.html --save-plots")
+    too_long = "x" * 300
+    answer = falconet(f"report a empty b nowhere {too_long} --output page.html --save-plots")
     assert answer.code == 0, answer.err
     assert answer.out.splitlines() == [
         "left out: empty: not a run folder; expected one with config.yaml and metrics.jsonl",
         "left out: nowhere: no such folder; expected a run folder",
+        f"left out: {too_long}: File name too long; expected a run folder that you may read",
         "note: b/metrics.jsonl: the last line is incomplete; left out",
         "written to page.html and page.csv",
         "18 plots written to plots",

@@ -148,7 +148,7 @@ def test_what_passes_is_right_answers_or_unchanged_ones(found, passed):
 
 def test_lines_state_both_accuracies_or_that_there_are_none():
     assert agreement().line() == (
-        "int8 on 200 photos: 75.00 % right, in fp32 76.00 % (tolerance 1 % of the images less); same best class for"
+        "int8 on 200 photos: 75.00 % right, in fp32 76.00 % (tolerance 1 % of the images); same best class for"
         " 95.00 %; logits differ by at most 0.5, by 0.1 on average"
     )
     assert agreement(right=None, right_in_fp32=None, tolerance=0.1).line() == (

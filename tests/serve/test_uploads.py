@@ -229,7 +229,7 @@ MISTAKES = {
     "no image": (
         b'{"imgae": "AAAA"}',
         "",
-        'the request\'s JSON: neither image nor images is there, expected {"image": "BASE64"} or'
+        'the request\'s JSON: got neither image nor images, expected {"image": "BASE64"} or'
         ' {"images": ["BASE64", ...]}; did you mean \'image\'?',
     ),
     "both": (
