@@ -28,7 +28,7 @@ from falconet.config.options import Checkpoints, Data, Input, Logging, Run, Vali
 from falconet.config.settings import LINE, Setting
 from falconet.config.spaces import spaces_in
 from falconet.config.tool_options import DataCheck, Load, Pack, Report, Upload, Verify, Watch
-from falconet.errors import ConfigError, DataError, named_option
+from falconet.errors import ConfigError, named_option
 from falconet.report.run_files import EXPORT_RECORD
 
 EXPORT_PACKAGES = {
@@ -258,12 +258,9 @@ def _check_data(data: Data, options: Command) -> None:
     if data.data not in facts.PHOTO_KINDS or facts.only_planned(options):
         return
     assert data.data_dir is not None, "a rule requires it"
-    try:
-        require_photos(data.data_dir)
-    except DataError as error:
-        kinds = options_of(TrainOptions)["data"].choices
-        meant = f"; did you mean --data {data.data_dir}?" if str(data.data_dir) in kinds else ""
-        raise DataError(f"{error}{meant}") from None
+    kinds = options_of(TrainOptions)["data"].choices
+    meant = f"; did you mean --data {data.data_dir}?" if str(data.data_dir) in kinds else ""
+    require_photos(data.data_dir, meant=meant)
 
 
 def _check_logging(logging: Logging) -> None:

@@ -19,7 +19,7 @@ from falconet.config.facts import (
 )
 from falconet.config.fields import options_of, value_of
 from falconet.config.options import Augmentation, Data, Machine, Model
-from falconet.config.settings import LINE, is_asked_for
+from falconet.config.settings import is_asked_for
 
 OptionsT = TypeVar("OptionsT")
 Row = tuple[str, str, Callable[[OptionsT], bool]]  # an option, what follows "has no effect", when it has one
@@ -262,13 +262,22 @@ REPLACED_BY = {  # by another option, which states the same in another way
 
 
 def notes(options: object, sources: Mapping[str, str]) -> Iterator[str]:
-    """A line for each option that was asked for and has no effect, unless the command line replaced it."""
+    """A line for each option that was asked for and has no effect, unless a later source replaced it.
+
+    `sources`: by name, in the order in which the options were stated.
+    """
     known = options_of(type(options))
     for name, why in unused(options).items():
         changed = value_of(options, known[name]) != known[name].default  # a run's config.yaml names every default
-        is_replaced = sources.get(name) != LINE and sources.get(REPLACED_BY.get(name, "")) == LINE
-        if changed and is_asked_for(sources.get(name)) and not is_replaced:
+        if changed and is_asked_for(sources.get(name)) and not _is_replaced(name, sources):
             yield f"--{name} has no effect {why}"
+
+
+def _is_replaced(name: str, sources: Mapping[str, str]) -> bool:
+    """Whether another source has stated the same in another way, later."""
+    other, order = REPLACED_BY.get(name, ""), list(sources)
+    is_other = is_asked_for(sources.get(other)) and sources[other] != sources[name]
+    return is_other and order.index(name) < order.index(other)
 
 
 def unused(options: object) -> dict[str, str]:

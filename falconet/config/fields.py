@@ -272,13 +272,14 @@ def _letters(part: Any) -> str:
     return {"int": "N", "float": "X", "Path": "PATH"}.get(part.__name__, "TEXT")
 
 
-def require_folder(folder: Path, expected: str) -> None:
+def require_folder(folder: Path, expected: str, *, meant: str = "") -> None:
+    """`meant`: what to suggest instead of a folder of nearly the same name."""
     if not folder.is_dir():
         what = "not a folder" if folder.exists() else "no such folder"
-        raise DataError(f"{folder}: {what}; expected {expected}{folder_near(folder)}")
+        raise DataError(f"{folder}: {what}; expected {expected}{meant or folder_near(folder)}")
 
 
-def require_photos(path: Path) -> None:
-    """Require a folder of photos, or a table of photos and labels."""
+def require_photos(path: Path, *, meant: str = "") -> None:
+    """Require a folder of photos, or a table of photos and labels; `meant`: see `require_folder`."""
     if not path.is_file():
-        require_folder(path, "photos in a folder per class, or a table of photos and labels")
+        require_folder(path, "photos in a folder per class, or a table of photos and labels", meant=meant)

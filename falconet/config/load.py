@@ -180,7 +180,10 @@ def load(command: type[OptionsT], settings: Iterable[Setting]) -> Loaded[Options
 def parse(command: type[OptionsT], settings: Iterable[Setting]) -> Loaded[OptionsT]:
     """Parse settings: each value has its type and range, but combinations are not checked."""
     known, sections, line = options_of(command), sections_of(command), tuple(settings)
-    final = {setting.bare: setting for setting in line}
+    final = dict[str, Setting]()
+    for setting in line:
+        final.pop(setting.bare, None)  # in the order in which they were stated last, which `effects.notes` reads
+        final[setting.bare] = setting
     values: dict[str, dict[str, object]] = {section: {} for section in sections}
     for name, setting in final.items():
         section, field = known[name].path

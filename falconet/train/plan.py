@@ -182,7 +182,7 @@ class Plan:
                 f"--micro-batch-size: the checkpoint is {done.images:,} images into an epoch, which a global batch of"
                 f" {self.global_batch} does not divide; expected the one it was trained with"
             )
-        if done.images // self.global_batch >= self.updates_per_epoch:
+        if done.images < self.images and done.images // self.global_batch >= self.updates_per_epoch:
             raise ConfigError(
                 f"--micro-batch-size: the checkpoint is {done.images:,} images into an epoch of {self.images:,}, of"
                 f" which a global batch of {self.global_batch} makes no further update; expected the one it was trained"

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,16 @@ def test_evidence_is_listed_in_columns(falconet):
     assert heading.split() == ["recipe", "accuracy", "runs", "training", "on", "date", "with"]
     assert [row.split()[0] for row in rows] == [*evidence.all_evidence()]
     assert "recipe verify" in last
+    shown = {row.split()[0]: row for row in rows}
+    assert "  0.87 s counted  " in shown["cifar10-speedrun"]  # as in speedrun.jsonl, and as the records count
+    assert "  33.9 s  " in shown["cifar10-resnet20"]
+
+
+def test_evidence_is_written_without_what_it_does_not_state():
+    found = made(98.0)
+    assert "counted" not in found.to_json()
+    counted = replace(found, runs=(replace(found.runs[0], counted=0.871),))
+    assert json.loads(counted.to_json())["runs"][0]["counted"] == 0.871
 
 
 @pytest.mark.parametrize("each", evidence.all_evidence().values(), ids=lambda each: each.recipe)

@@ -75,11 +75,22 @@ WITHOUT_LENGTH = ["--epoch has no effect without a length in epochs: --updates r
 
 @pytest.mark.parametrize(
     ("epoch", "updates", "expected"),
-    [("config digits", LINE, []), (LINE, LINE, WITHOUT_LENGTH), ("mine.yaml", "mine.yaml", WITHOUT_LENGTH)],
+    [
+        ("config digits", LINE, []),
+        ("config digits", "mine.yaml", []),  # which extends it
+        (LINE, LINE, WITHOUT_LENGTH),
+        ("mine.yaml", "mine.yaml", WITHOUT_LENGTH),
+    ],
 )
-def test_an_option_of_a_config_that_the_line_replaces_is_not_noted(epoch, updates, expected):
+def test_an_option_that_a_later_source_replaces_is_not_noted(epoch, updates, expected):
     loaded = load(commands.TrainOptions, [Setting("epoch", ("7",), epoch), Setting("updates", ("5",), updates)])
     assert list(notes(loaded.options, loaded.sources)) == expected
+
+
+def test_an_option_that_is_stated_again_after_what_replaced_it_is_noted():
+    settings = [Setting("epoch", ("7",), "config digits"), Setting("updates", ("5",), "mine.yaml")]
+    loaded = load(commands.TrainOptions, [*settings, Setting("epoch", ("4",), LINE)])
+    assert list(notes(loaded.options, loaded.sources)) == WITHOUT_LENGTH
 
 
 def test_checkpoint_options_without_effect_are_not_noted():

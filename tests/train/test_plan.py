@@ -277,6 +277,12 @@ def test_a_checkpoint_within_an_epoch_continues_only_with_a_batch_that_divides_i
         plan(updates_per_epoch=1, micro_batch=24, images=32).start_of(Position(epoch=1, images=24, update=30))
 
 
+def test_a_run_whose_photos_became_fewer_continues_in_the_next_epoch():
+    fewer = plan(updates_per_epoch=3, micro_batch=4, images=15)
+    made = replace(fewer, updates_before=fewer.start_of(Position(epoch=1, images=16, update=9)))
+    assert made.place(9) == (2, 1)
+
+
 COUNTED = {  # updates asked for, micro-batch after 6 updates of 8 images -> updates at the end
     (12, 4): 12,
     (12, 8): 12,
