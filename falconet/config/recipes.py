@@ -86,6 +86,8 @@ def _chain(name: str, use: Use, *, extending: tuple[str, ...] = ()) -> list[tupl
     if is_file(name):
         if Path(name).resolve() in [Path(each).resolve() for each in extending]:
             raise ConfigError(f"{where}: '{name}' extends this file in turn, expected a config that does not")
+        if extending and not Path(name).exists():
+            raise ConfigError(f"{where}: {name}: no such file")
         content: Entry = read_options(Path(name))
     elif name in all_configs(use):
         content = all_configs(use)[name]
@@ -94,7 +96,9 @@ def _chain(name: str, use: Use, *, extending: tuple[str, ...] = ()) -> list[tupl
     own = source_of(name), {key: value for key, value in content.items() if key not in (ABOUT, DEVIATIONS, EXTENDS)}
     if EXTENDS not in content:
         return [own]
-    parent = str(content[EXTENDS])
+    parent = content[EXTENDS]
+    if not isinstance(parent, str) or not parent:
+        raise ConfigError(f"{name}: {EXTENDS}: expected the name of one config, or one file")
     beside = str(Path(name).parent / parent) if is_file(parent) else parent
     return [*_chain(beside, use, extending=(*extending, name)), own]
 

@@ -123,8 +123,9 @@ def test_file_extends_a_named_config_or_another_file(tmp_path):
 
 EXTENDED = {
     "extends: photo": "c.yaml: extends: no config is named 'photo'; did you mean 'photos'?",
-    "extends: [photos]": "c.yaml: extends: no config is named '['photos']'",
-    "extends: none.yaml": "none.yaml: cannot be read: No such file or directory",
+    "extends: [photos]": "c.yaml: extends: expected the name of one config, or one file",
+    "extends:": "c.yaml: extends: expected the name of one config, or one file",
+    "extends: none.yaml": "c.yaml: extends: none.yaml: no such file",
     "extends: c.yaml": "c.yaml: extends: 'c.yaml' extends this file in turn, expected a config that does not",
     "extends: ./up.yaml": "up.yaml: extends: 'c.yaml' extends this file in turn, expected a config that does not",
 }
