@@ -65,8 +65,8 @@ def find(words: Iterable[str], *, stdin: BinaryIO, held: ExitStack, problem: Pro
     for word in words:
         if word == STDIN:
             yield from _from_stdin(stdin, held, problem)
-        elif not could_name_a_file(word):
-            problem(word, NO_NAME)
+        elif not word or not could_name_a_file(word):
+            problem(word or "''", NO_NAME)
         elif os.path.isdir(word):  # noqa: PTH112, Path's raises where it may not look
             yield from _in_folder(word, problem)
         else:

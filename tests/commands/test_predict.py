@@ -1,5 +1,6 @@
 """`falconet predict`: the scores of a validation, for any photos; each form of output; and what is refused."""
 
+import contextlib
 import csv
 import io
 import json
@@ -242,6 +243,13 @@ def test_a_nul_within_a_line_on_stdin_leads_to_no_other_photo(falconet, home, mo
     assert answer.code == 1
     assert r"photos/val/dark/0.png\x00x: no file can have this name" in answer.err
     assert len(paths_of(answer)) == lines.count(b"\n") + 1
+
+
+def test_an_empty_name_is_visible():
+    said = []
+    with contextlib.ExitStack() as held:
+        assert not list(photos.find([""], stdin=io.BytesIO(), held=held, problem=lambda *words: said.append(words)))
+    assert said == [("''", "no file can have this name")]
 
 
 def test_stdin_holds_paths_or_one_photo(falconet, home, monkeypatch):
