@@ -20,7 +20,7 @@ OPTIONAL := tensorboard 'train --tensorboard: event files for TensorBoard' wandb
 	export 'falconet export: ONNX' telemetry 'serve --opentelemetry: traces'
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: install triton chromium train check fast test tests test-slow oldest-triton lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
+.PHONY: install triton chromium train check fast test tests test-slow test-oldest lint docs clean all get-data get-turbojpeg build-turbojpeg install-turbojpeg
 
 install: .venv/installed
 	@echo "installed: .venv/bin/falconet. Optional parts, each by $(BIN)/pip install -c constraints.txt '.[NAME]':"
@@ -56,15 +56,18 @@ chromium:
 	else echo "no Chromium for the tests of pages; on Debian: sudo $(CHROMIUM)"; fi
 
 # The minutes: fuzzing, ssh, several hosts, kills, training to an accuracy.
-test-slow: .venv/installed-for-tests $(TRITON) oldest-triton
+test-slow: .venv/installed-for-tests $(TRITON) test-oldest
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
-# Compile all kernels by the Triton of torch 2.11, the oldest that is supported: it refuses what newer ones accept.
-oldest-triton: .venv/installed-for-tests .triton-oldest
-	PYTHONPATH=.triton-oldest $(BIN)/python -m pytest tests/numerics/test_kernel_compilation.py
+# All tests with the oldest versions that are supported; the Triton of torch 2.11 refuses kernels that newer ones accept.
+test-oldest: .venv-oldest/installed $(TRITON) chromium
+	$(subst $(BIN),.venv-oldest/bin,$(PYTEST)) $(ARGS)
 
-.triton-oldest: | .venv/installed-for-tests
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $@ triton==3.6.0
+.venv-oldest/installed: pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	awk -F== 'NR == FNR { oldest[$$1]; print } NR != FNR && !($$1 in oldest)' constraints-oldest.txt constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c .venv-oldest/constraints.txt -e '.[test]'
+	touch $@
 
 lint: .venv/installed-for-tests
 	$(BIN)/ruff format --check .
@@ -92,7 +95,7 @@ build-turbojpeg: .venv/installed
 install-turbojpeg: get-turbojpeg build-turbojpeg
 
 clean:
-	rm -rf .venv .venv-triton .triton-oldest build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis .pytest_cache
+	rm -rf .venv .venv-triton .venv-oldest build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis .pytest_cache
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

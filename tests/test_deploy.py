@@ -74,6 +74,13 @@ def test_the_image_is_built_from_all_that_the_package_needs():
     assert set(extras) <= project["optional-dependencies"].keys()
 
 
+def test_the_oldest_versions_that_are_tested_are_those_that_may_be_installed():
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (DEPLOY.parent / "constraints-oldest.txt").read_text(), re.M))
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    for name, least in (each.split(">=") for each in project["dependencies"]):
+        assert f"{pinned[name if name in pinned else name.lower()]}.".startswith(f"{least}.")
+
+
 def test_the_slurm_script_asks_for_as_many_tasks_as_gpus():
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", SCRIPT.read_text(), re.M))
     assert asked["ntasks-per-node"] == asked["gpus-per-node"]

@@ -124,6 +124,8 @@ def use_image(
             raise UnreadableImageError(_os_reason(error)) from None
     limit = min((each for each in (most_pixels, Image.MAX_IMAGE_PIXELS) if each is not None), default=None)
     try:
+        if limit is not None and _webp_pixels(file) > limit:
+            raise Image.DecompressionBombError
         with Image.open(file, formats=_formats() if formats is None else formats) as image:
             if limit is not None and image.width * image.height > limit:  # Pillow only warns, up to twice as many
                 raise Image.DecompressionBombError
@@ -170,6 +172,23 @@ def _is_cut_webp(file: BinaryIO) -> bool:
     head = file.read(12)
     is_webp = head[:4] == b"RIFF" and head[8:] == b"WEBP"
     return is_webp and file.seek(0, os.SEEK_END) < 8 + int.from_bytes(head[4:8], "little")
+
+
+def _webp_pixels(file: BinaryIO) -> int:
+    """Pixels of a WebP file by its header; 0: another format. Pillow before 13 allocates them all when it opens one."""
+    file.seek(0)
+    head = file.read(30)
+    if head[:4] != b"RIFF" or head[8:12] != b"WEBP":
+        return 0
+    match head[12:16]:
+        case b"VP8X":
+            return (int.from_bytes(head[24:27], "little") + 1) * (int.from_bytes(head[27:30], "little") + 1)
+        case b"VP8L":
+            sides = int.from_bytes(head[21:25], "little")
+            return ((sides & 0x3FFF) + 1) * ((sides >> 14 & 0x3FFF) + 1)
+        case _:
+            width, height = (int.from_bytes(head[at : at + 2], "little") & 0x3FFF for at in (26, 28))
+            return width * height
 
 
 def _os_reason(error: OSError) -> str:

@@ -95,11 +95,10 @@ def plain_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation:
 
 def recomputed_proxy_norm(x: Tensor, factors: Tensor, samples: Tensor, *, activation: Activation, eps: float) -> Tensor:
     """Proxy norm that saves only the input; fused for channels-last memory on CUDA."""
-    y: Tensor
-    if fits(x) and not torch.compiler.is_compiling():  # the compiler fuses it anyway
-        y = FusedProxyNorm.apply(x, factors, samples, activation, eps)
-    else:
-        y = Recomputed.apply(x, factors, samples, activation, eps)
+    if torch.compiler.is_compiling():  # it fuses the formula anyway, and torch 2.11's loses what a Function saves
+        return plain_proxy_norm(x, factors, samples, activation=activation, eps=eps)
+    norm = FusedProxyNorm if fits(x) else Recomputed
+    y: Tensor = norm.apply(x, factors, samples, activation, eps)
     return y
 
 

@@ -218,6 +218,7 @@ def test_a_chain_does_its_rounds_in_order(photos):
 
 
 @pytest.mark.run
+@pytest.mark.skipif(interpreting.ROUNDS_TWICE, reason="the interpreter of Triton 3.6 rounds tl.fma twice")
 def test_the_kernels_change_pixels_to_the_same_bytes_as_torch():
     found = interpreting.errors(Path(__file__).with_name("interpreted_augment.py"))
     assert len(found) == 2 * (len(OPERATIONS) + 3)

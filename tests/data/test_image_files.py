@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from falconet.data import layout
-from falconet.data.image_files import BadImages, UnreadableImageError, open_regular, open_rgb, read_regular
+from falconet.data.image_files import BadImages, UnreadableImageError, open_regular, open_rgb, read_regular, use_image
 from falconet.data.shards import open_shard
 from falconet.data.sources.bounding_boxes import parse_xml
 from falconet.data.storage import FileSource
@@ -116,6 +116,24 @@ def test_a_broken_file_gets_its_reason(tmp_path, name, content, reason):
         open_rgb(path)
     assert reason in (None, str(caught.value))
     assert "\n" not in str(caught.value)
+
+
+WEBP_KINDS = {
+    "lossy": {},
+    "lossless": {"lossless": True},
+    "extended": {"icc_profile": b"profile"},
+    "animated": {"save_all": True, "append_images": [Image.fromarray(gradient(83, 61))]},
+}
+
+
+@pytest.mark.parametrize("kind", WEBP_KINDS)
+def test_a_webp_photo_of_too_many_pixels_is_refused_by_its_header(kind, monkeypatch):
+    file = io.BytesIO()
+    Image.effect_noise((83, 61), 50).convert("RGB").save(file, "WEBP", **WEBP_KINDS[kind])
+    assert use_image(file, lambda image: image.size, most_pixels=83 * 61) == (83, 61)
+    monkeypatch.setattr(Image, "open", None)  # before version 13, it makes room for all pixels
+    with pytest.raises(UnreadableImageError, match="more than 5,062 pixels"):
+        use_image(file, lambda image: image.size, most_pixels=83 * 61 - 1)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of metadata; the package silences them

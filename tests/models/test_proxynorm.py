@@ -158,7 +158,6 @@ def test_meta_tensors_are_accepted(keep):
 
 
 @pytest.mark.run
-@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*instantiated:DeprecationWarning")  # torch 2.11's own
 def test_compiler_makes_one_graph():
     layer = ProxyNorm(6, activation="silu")
     x = torch.randn(2, 6, 3, 3, requires_grad=True)
