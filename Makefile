@@ -56,7 +56,7 @@ chromium:
 	else echo "no Chromium for the tests of pages; on Debian: sudo $(CHROMIUM)"; fi
 
 # The minutes: fuzzing, ssh, several hosts, kills, training to an accuracy.
-test-slow: .venv/installed-for-tests $(TRITON) test-oldest
+test-slow: .venv/installed-for-tests $(TRITON)
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
 # All tests with the oldest versions that are supported; the Triton of torch 2.11 refuses kernels that newer ones accept.

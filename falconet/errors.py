@@ -153,9 +153,12 @@ def folder_near(missing: Path, *further: Path, holds: Callable[[Path], bool] = P
     for parent in (missing.parent, *further):
         with suppress(OSError):
             beside = (each for each in sorted(parent.iterdir()) if not each.name.startswith("."))
-            places |= {each.name: each for each in beside if holds(each)}
-    near = difflib.get_close_matches(missing.name, places, n=1, cutoff=NEAR)
-    return f"; did you mean '{places[near[0]]}'?" if near else ""
+            places |= {each.name: each for each in beside if each.is_dir()}
+    for name in difflib.get_close_matches(missing.name, places, n=3, cutoff=NEAR):
+        with suppress(OSError):  # a folder that may not be looked into is not suggested
+            if holds(places[name]):
+                return f"; did you mean '{places[name]}'?"
+    return ""
 
 
 def first_line(error: BaseException) -> str:

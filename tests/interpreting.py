@@ -14,10 +14,15 @@ IS_THERE = importlib.util.find_spec("triton") is not None
 ROUNDS_TWICE = IS_THERE and version("triton").startswith("3.6.")
 
 
-def errors(script):
-    """The kernels' errors by case, as the script prints them."""
+def require():
+    """Skip the test if Triton is not installed."""
     if not IS_THERE:
         pytest.skip("Triton is not installed here")
+
+
+def errors(script):
+    """The kernels' errors by case, as the script prints them."""
+    require()
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     line = [sys.executable, __file__, script]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)

@@ -366,6 +366,7 @@ def test_checkpoints_are_found_oldest_first_with_unreadable_ones_last(tmp_path):
 
 def test_a_mistyped_folder_gets_a_suggestion(tmp_path):
     (tmp_path / "digits-run/checkpoints").mkdir(parents=True)
+    (tmp_path / "digit-runs").mkdir()  # as near, but without a checkpoint
     with pytest.raises(CheckpointError, match=rf"no such file or folder; did you mean '{tmp_path}/digits-run'"):
         format.checkpoints_in(tmp_path / "digit-run")
 

@@ -1,6 +1,5 @@
 """The Triton kernels, run by Triton's interpreter on the CPU, against the plain torch rules: the same bits."""
 
-import importlib.util
 import sys
 from itertools import pairwise
 
@@ -20,8 +19,7 @@ from half_rules import MAKERS, optimizer_of
 @pytest.fixture
 def interpreter(monkeypatch):
     """Triton's interpreter instead of its compiler, for kernels that are imported from now on."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed here")
+    interpreting.require()
     from falconet.numerics import kernels
 
     def forget():
