@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 from falconet.config import recipes
@@ -101,12 +102,11 @@ Key = tuple[str, int]  # a network and a micro-batch
 
 
 def needed(found: Sequence[Recipe]) -> dict[Key, Recipe]:
-    """One config for each measurement."""
+    """One config for each measurement; those of one GPU first, which say the most if the rest is cut off."""
     keys: dict[Key, Recipe] = {}
-    for recipe in found:
-        for size in map(recipe.micro_batch, GPUS):
-            if size is not None:
-                keys.setdefault((recipe.network, size), recipe)
+    for gpus, recipe in product(GPUS, found):
+        if (size := recipe.micro_batch(gpus)) is not None:
+            keys.setdefault((recipe.network, size), recipe)
     return keys
 
 
