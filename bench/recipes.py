@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from falconet.config.recipes import all_configs
 from product_runs import add_row, divided, falconet, give_memory_back, rows_in
 
 SHOWN = 25  # percent below the best accuracy that a plot shows
-FAMILIES = {"cifar": "CIFAR", "imagenette": "Imagenette"}  # of a plot, by how names begin
+# Of a plot, by how names begin.
+FAMILIES = {"cifar10-": "CIFAR-10", "cifar100-": "CIFAR-100", "imagenette-": "Imagenette"}
 Row = dict[str, Any]  # of one run
 
 
@@ -100,7 +101,8 @@ def evidence_of(name: str, rows: Sequence[Row]) -> Evidence:
     """The evidence from runs with the recipe's own options, on one kind of device."""
     if len(devices := {row["device"] for row in rows}) > 1:
         raise SystemExit(f"{name}: its runs are of {' and '.join(sorted(devices))}; expected one, in a file of its own")
-    runs = tuple(TrainedOnce(**{key: row[key] for key in ("seed", "accuracy", "seconds", "images")}) for row in rows)
+    keys = [field.name for field in fields(TrainedOnce)]
+    runs = tuple(TrainedOnce(**{key: row.get(key) for key in keys}) for row in rows)
     last = max(rows, key=lambda row: row["date"])
     return Evidence(
         recipe=name,
@@ -111,7 +113,7 @@ def evidence_of(name: str, rows: Sequence[Row]) -> Evidence:
 
 
 def plot(found: dict[str, list[Row]], path: Path) -> None:
-    """Draw every recipe's validations, or its moving average's if it has one; CIFAR beside Imagenette."""
+    """Draw every recipe's validations, or its moving average's if it has one; a picture per data set."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -119,7 +121,7 @@ def plot(found: dict[str, list[Row]], path: Path) -> None:
 
     families = [family for family in FAMILIES if any(name.startswith(family) for name in found)]
     figure, places = pyplot.subplots(
-        1, len(families), figsize=(5.5 * len(families), 5), layout="constrained", squeeze=False
+        1, len(families), figsize=(4.5 * len(families), 4.5), layout="constrained", squeeze=False
     )
     for axes, family in zip(places[0], families, strict=True):
         mine = {name: rows for name, rows in found.items() if name.startswith(family)}
