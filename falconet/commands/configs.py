@@ -1,6 +1,7 @@
 """`falconet configs`: list the named configs by family, with a description and the results of each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from falconet.config import evidence
 from falconet.config.commands import ConfigsOptions
@@ -10,26 +11,45 @@ from falconet.config.recipes import about, families, use_of
 from falconet.report.console import Screen
 
 REACHED = "Results of an original come from its documents, not from runs here; docs/knowing/configs.md has details."
+COUNTED = "accuracy: mean and standard deviation; training: median; counted: as speed records do, with validation."
+VERIFY = "`falconet recipe verify NAME` trains one again and compares; with --record FILE it writes such evidence."
 
 
 def run(loaded: Loaded[ConfigsOptions]) -> int:
     screen = Screen()
+    people = screen.console.is_terminal
     if loaded.options.configs.evidence:
-        for line in with_evidence():
-            screen.line(line)
-        return 0
-    for text in for_people() if screen.console.is_terminal else for_programs():
-        screen.line(text)
+        shown = evidence_for_people() if people else evidence_for_programs()
+    else:
+        shown = for_people() if people else for_programs()
+    for line in shown:
+        screen.line(line)
     return 0
 
 
-def with_evidence() -> Iterator[str]:
-    """The results of recipes that were trained here, in columns."""
-    rows = [*evidence.table(evidence.all_evidence())]
+def evidence_for_programs() -> Iterator[str]:
+    """The results of recipes that were trained here, a line each."""
+    yield from _aligned([*evidence.table(evidence.all_evidence())])
+    yield VERIFY
+
+
+def evidence_for_people() -> Iterator[str]:
+    """The results by where and when they were reached, because one line for all is wider than most terminals."""
+    heading, *rows = evidence.table(evidence.all_evidence())
+    first, *lines = _aligned([row[:4] for row in (heading, *rows)], indent="  ")
+    yield first
+    lined = sorted(zip((row[4:] for row in rows), lines, strict=True), key=lambda pair: pair[0])  # keeps their order
+    for (device, date, libraries), group in groupby(lined, key=lambda pair: pair[0]):
+        yield from wrapped(f"{device}, {date}, {libraries}:", indent="  ")
+        yield from (line for _, line in group)
+    yield from wrapped(COUNTED)
+    yield from wrapped(VERIFY)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], *, indent: str = "") -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    yield "`falconet recipe verify NAME` trains one again and compares; with --record FILE it writes such evidence."
+        yield indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def for_programs() -> Iterator[str]:

@@ -100,7 +100,7 @@ def read(path: Path) -> Evidence:
 @cache
 def _shipped() -> tuple[Evidence, ...]:
     with resources.as_file(resources.files("falconet.configs")) as folder:
-        return tuple(map(read, sorted((folder / "evidence").glob("*.json"))))
+        return tuple(map(read, sorted((folder / "evidence").glob("*.json"), key=lambda path: path.stem)))
 
 
 def table(found: Mapping[str, Evidence]) -> Iterator[tuple[str, ...]]:

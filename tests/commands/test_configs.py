@@ -7,6 +7,7 @@ import torch
 
 from falconet.checkpoint.writer import Writer
 from falconet.commands import configs
+from falconet.config import evidence
 from falconet.config.commands import TrainOptions
 from falconet.config.fields import options_of
 from falconet.config.load import parse
@@ -101,3 +102,13 @@ def test_list_fits_the_terminal(monkeypatch):
     assert max(map(len, shown)) <= 80
     words = " ".join(" ".join(shown).split())
     assert all(text in words for text in (" ".join(line.split()) for line in configs.for_programs()))
+
+
+def test_list_of_evidence_fits_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = list(configs.evidence_for_people())
+    assert max(map(len, shown)) <= 80
+    words = " ".join(" ".join(shown).split())
+    for each in evidence.all_evidence().values():
+        assert f"{each.recipe} {each.reached()} {len(each.runs)} {each.took}" in words
+        assert f"{each.device}, {each.date}, " in words
