@@ -3,9 +3,15 @@
 import torch
 
 from falconet.config.commands import ModelsOptions
+from falconet.config.help import wrapped
 from falconet.config.load import Loaded
 from falconet.models import pretrained, zoo
 from falconet.report.console import Screen
+
+NOTES = (
+    "parameters: with 1000 classes, 10 for the CIFAR networks. timm:NAME is any other model of timm, with or without a"
+    " tag. --pretrained starts from published weights, which timm names like this."
+)
 
 
 def run(loaded: Loaded[ModelsOptions]) -> int:
@@ -18,8 +24,6 @@ def run(loaded: Loaded[ModelsOptions]) -> int:
             parameters = zoo.count_parameters(zoo.build(name, classes=classes, seed=0))
         size = zoo.image_size(name)
         screen.line(f"{name:22}{parameters:>12,}{f'{size} x {size}':>12}  {pretrained.TAGS.get(name, '')}".rstrip())
-    screen.line(
-        "parameters with 1000 classes, 10 for the CIFAR networks; timm:NAME takes any other model of timm, with"
-    )
-    screen.line("or without a tag; --pretrained starts with published weights, which timm names like this")
+    for line in wrapped(NOTES):
+        screen.line(line)
     return 0
