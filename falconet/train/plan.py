@@ -273,9 +273,17 @@ class Plan:
         if updates != whole:
             part = updates / self.updates_per_epoch
             epochs = f"{part:.4g} {'epoch' if part == 1 else 'epochs'}"
-        is_mixed = self.phase == 1 and self.limit is not None and updates != self.updates
-        mixed = f"; {self.updates:,} in all, some of them with another global batch" if is_mixed else ""
-        return f"{counted(updates, 'update')} = {epochs} x {counted(self.updates_per_epoch, 'update')}{mixed}"
+        if self._is_mixed:
+            return (
+                f"{counted(self.updates, 'update')} in {epochs}, the earlier ones with another global batch; now"
+                f" {counted(self.updates_per_epoch, 'update')} per epoch"
+            )
+        return f"{counted(updates, 'update')} = {epochs} x {counted(self.updates_per_epoch, 'update')}"
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether updates were made with another global batch; of a later phase, the plan cannot tell."""
+        return not self.epochs_before and self.updates_before != 0
 
     def _validation(self) -> str:
         words = {"none": "never", "after": "at the end", "during": _every(self.validation_frequency)}

@@ -233,6 +233,8 @@ def test_updates_of_another_global_batch_are_counted_on(falconet, image_folder, 
     answer = falconet(f"restore r --micro-batch-size {size} --epoch 5")
     assert answer.code == 0, answer.err
     assert f"restored r/checkpoints/resnet8-cifar_folder_3, update 9 of {counted[-1]}\n" in answer.out
+    mixed = f"{counted[-1]} updates in 5 epochs, the earlier ones with another global batch; now {24 // size} updates"
+    assert f"{mixed} per epoch; 24 images\n" in Path("r/plan.txt").read_text()
     logs = {run: Path(run, "metrics.jsonl").read_text().splitlines() for run in ("straight", "r")}
     rows = {run: [json.loads(line) for line in lines] for run, lines in logs.items()}
     trained, straight = ([row for row in rows[run] if "train/lr" in row] for run in ("r", "straight"))
