@@ -3,7 +3,7 @@
 import difflib
 import errno
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -144,19 +144,25 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{spellings[near[0]]}'?" if near else ""
 
 
-def folder_near(missing: Path, *further: Path, holds: Callable[[Path], bool] = Path.is_dir) -> str:
+def folder_near(
+    missing: Path, *further: Path, holds: Callable[[Path], bool] = Path.is_dir, files: Collection[str] = ()
+) -> str:
     """`; did you mean 'x'?` for a folder of nearly the same name, beside the missing one or in further folders.
 
-    `holds`: whether a folder is of the expected kind.
+    `holds`: whether a folder is of the expected kind. `files`: endings of files that are expected too; a file may be
+    named without its ending.
     """
     places: dict[str, Path] = {}
     for parent in (missing.parent, *further):
         with suppress(OSError):
-            beside = (each for each in sorted(parent.iterdir()) if not each.name.startswith("."))
-            places |= {each.name: each for each in beside if each.is_dir()}
+            for each in sorted(parent.iterdir()):
+                is_file = each.suffix.lower() in files
+                if not each.name.startswith(".") and (is_file or each.is_dir()):
+                    for name in (each.name, each.stem) if is_file else (each.name,):
+                        places.setdefault(name, each)
     for name in difflib.get_close_matches(missing.name, places, n=3, cutoff=NEAR):
         with suppress(OSError):  # a folder that may not be looked into is not suggested
-            if holds(places[name]):
+            if not places[name].is_dir() or holds(places[name]):
                 return f"; did you mean '{places[name]}'?"
     return ""
 

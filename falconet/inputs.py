@@ -28,7 +28,8 @@ from falconet.config.options import Checkpoints, Data, Input, Logging, Run, Vali
 from falconet.config.settings import LINE, Setting
 from falconet.config.spaces import spaces_in
 from falconet.config.tool_options import DataCheck, Load, Pack, Report, Upload, Verify, Watch
-from falconet.errors import ConfigError, named_option
+from falconet.errors import ConfigError, folder_near, named_option
+from falconet.report import folders
 from falconet.report.run_files import EXPORT_RECORD
 
 EXPORT_PACKAGES = {
@@ -69,7 +70,7 @@ def _load_over_checkpoint(command: type[OptionsT], line: Sequence[Setting]) -> L
         raise ConfigError(
             "--checkpoint-input-path: is required; expected a checkpoint, a folder of them or a run folder"
         )
-    _require_checkpoint(options.input)
+    _require_checkpoint(options.input, or_weights=isinstance(options, ValidateOptions))
     if not isinstance(options, AverageOptions) and "model" in stated.sources:
         problem = rules.unknown_model(options.model)
         if problem:
@@ -162,7 +163,7 @@ def _check_verify(verify: Verify) -> None:
 def _check_upload(upload: Upload) -> None:
     if upload.source is None:
         raise ConfigError("expected a run folder, as in `falconet upload runs/my-run`")
-    require_folder(upload.source, "a run folder")
+    require_folder(upload.source, "a run folder", meant=folder_near(upload.source, folders.home("runs")))
 
 
 def _check_report(report: Report) -> None:
@@ -188,7 +189,7 @@ def _check_serve(options: ServeOptions) -> None:
     first = options.input.checkpoint_input_path
     for path in (*([first] if first else []), *options.models.more_models):
         if not path.is_file() and not (path / EXPORT_RECORD).is_file():
-            require_checkpoints(path)
+            require_checkpoints(path, or_weights=True)
     if options.models.repository:
         require_folder(options.models.repository, "a folder of runs for --repository")
 
@@ -236,10 +237,10 @@ def _check_bench_infer(options: InferOptions) -> None:
     _require_checkpoint(options.input)
 
 
-def _require_checkpoint(input: Input) -> None:
+def _require_checkpoint(input: Input, *, or_weights: bool = True) -> None:
     path = input.checkpoint_input_path
     if path is not None and not path.is_file():
-        require_checkpoints(path)
+        require_checkpoints(path, or_weights=or_weights)
 
 
 def _check_bench_serve(load: Load) -> None:

@@ -16,6 +16,11 @@ MISTAKES = {
     "restore --checkpoint-input-path /nope": "/nope: no such file or folder\n",
     "restore --checkpoint-input-path runs/firts": "runs/firts: no such file or folder; did you mean 'runs/first'?\n",
     "restore --checkpoint-input-path runs/others": "runs/others: no such file or folder\n",
+    "restore frist": "frist: no such file or folder; did you mean 'runs/first'?\n",
+    "restore weight": "weight: no such file or folder\n",  # a file cannot be continued
+    "validate weight": "weight: no such file or folder; did you mean 'weights.pth'?\n",
+    "predict weigths.pth a.jpg": "weigths.pth: no such file or folder; did you mean 'weights.pth'?\n",
+    "serve frist": "frist: no such file or folder; did you mean 'runs/first'?\n",
     "restore": "--checkpoint-input-path: is required",
     "validate --checkpoint-input-path none.pt": "none.pt: no such file or folder\n",
     "average --checkpoint-input-path none": "none: no such file or folder\n",
@@ -35,6 +40,7 @@ MISTAKES = {
     "upload": "expected a run folder, as in `falconet upload runs/my-run`\n",
     "upload nope": "nope: no such folder; expected a run folder\n",
     "upload runs/frist": "runs/frist: no such folder; expected a run folder; did you mean 'runs/first'?\n",
+    "upload frist": "frist: no such folder; expected a run folder; did you mean 'runs/first'?\n",
     "train run": f"{NO_PHOTOS[:-1].replace('nope', 'run')}; did you mean 'runs'?\n",
     f"train {TINY} --replicas 2 --batchnorm-span 2 --disable-stable-batchnorm": "--batchnorm-span: got 2, expected 1",
 }
@@ -45,6 +51,7 @@ def test_mistake_is_answered_before_the_command_is_imported(falconet, monkeypatc
     monkeypatch.setattr(cli, "import_module", lambda name: pytest.fail(f"{name} would be imported"))
     Path("runs/first/checkpoints").mkdir(parents=True)
     Path("runs/other").mkdir()  # a near name, but no run
+    Path("weights.pth").touch()
     answer = falconet(line)
     command = next(name for name in sorted(COMMANDS, key=len, reverse=True) if line.startswith(name))
     assert answer.code == 2

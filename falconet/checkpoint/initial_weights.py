@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from falconet.checkpoint import format
 from falconet.checkpoint.foreign import WeightsFile, fit, load_foreign, read_file, shapes_of
-from falconet.checkpoint.manifest import MANIFEST
+from falconet.checkpoint.manifest import MANIFEST, checkpoints_near
 from falconet.checkpoint.origin import Origin, find_origin, own_origin
 from falconet.config.options import Data, Model
 from falconet.config.values import BOUND_TO_WEIGHTS
@@ -151,7 +151,9 @@ def find(name: str, asked: Asked, *, fetched: bool = True) -> InitialWeights:
     if asked == "published":
         return _published(name, fetched=fetched)
     if not asked.exists():
-        raise CheckpointError(f"{asked}: no such file or folder")
+        expected = "a safetensors or torch file, a checkpoint or a run folder"
+        meant = checkpoints_near(asked, or_weights=True)
+        raise CheckpointError(f"{asked}: no such file or folder; expected {expected}{meant}")
     if asked.is_file() and not (asked.parent / MANIFEST).exists():
         return _of_file(asked, name)
     return _of_checkpoint(asked, name)

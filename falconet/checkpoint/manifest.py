@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from falconet.checkpoint.disk import FileRecord, write_bytes
 from falconet.errors import CheckpointError, folder_near
+from falconet.report import folders
 from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION, Metric
 from falconet.writing import could_name_a_file
 
@@ -18,6 +19,7 @@ WHOLE, DIVIDED = 1, 2  # formats: files of whole tensors, or of slices that seve
 FORMAT = DIVIDED  # the newest one that can be read
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
+WEIGHTS = (SUFFIX, ".pt", ".pth", ".bin", ".ckpt")  # usual endings of weights files, which are recognised by content
 MOST_BYTES = 1 << 24  # of a manifest: a million class names, or 100,000 slices
 MOST_CLASSES, MOST_UNNAMED = 1_000_000, 10_000  # with and without their names
 MOST_THREADS = 1 << 16  # or processes
@@ -374,11 +376,17 @@ def _typed(content: Mapping[str, Any], key: str, kind: type[T], path: Path, defa
     return value
 
 
-def require_folder(path: Path) -> None:
-    """Refuse a path that is not a folder; suggest the nearest name beside it that holds checkpoints."""
+def require_folder(path: Path, *, or_weights: bool = False) -> None:
+    """Refuse a path that is not a folder; suggest the nearest name. `or_weights`: a weights file is suggested too."""
     if not path.is_dir():
         what = "is a file; expected a checkpoint or a folder of them" if path.exists() else "no such file or folder"
-        raise CheckpointError(f"{path}: {what}{folder_near(path, holds=_holds_checkpoints)}")
+        raise CheckpointError(f"{path}: {what}{checkpoints_near(path, or_weights=or_weights)}")
+
+
+def checkpoints_near(missing: Path, *, or_weights: bool) -> str:
+    """`; did you mean 'x'?` for what holds checkpoints, or weights, beside a missing path or among the runs."""
+    files = WEIGHTS if or_weights else ()
+    return folder_near(missing, folders.home("runs"), holds=_holds_checkpoints, files=files)
 
 
 def _holds_checkpoints(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.foreign import fitting_model, load_foreign, load_weights, read_file, read_weights
 from falconet.checkpoint.initial_weights import Asked, InitialWeights
-from falconet.checkpoint.manifest import Manifest
+from falconet.checkpoint.manifest import Manifest, require_folder
 from falconet.checkpoint.origin import find_origin
 from falconet.config.commands import TrainOptions, ValidateOptions
 from falconet.config.facts import PHOTO_KINDS
@@ -21,7 +21,7 @@ from falconet.config.options import Data
 from falconet.config.settings import CHECKPOINT, WEIGHTS, Setting, is_asked_for
 from falconet.data.dataset import Dataset, open_dataset, require_local
 from falconet.data.sources.folder import validates_by_name
-from falconet.errors import CheckpointError, ConfigError, DataError
+from falconet.errors import CheckpointError, ConfigError, DataError, named_option
 from falconet.evaluation import evaluate
 from falconet.evaluation.evaluate import Evaluation, Observe, never, overlook
 from falconet.evaluation.running_statistics import misfit_warning
@@ -186,12 +186,14 @@ def open_foreign(path: Path, line: Sequence[Setting], note: Say) -> Opened:
 
 def load_initial(model: nn.Module, path: Path, *, name: str, note: Say) -> None:
     """Give a new model all weights of a file, or those that predictions use of a checkpoint, or of the best one."""
-    if path.is_file():
-        load_foreign(model, read_weights(path), where=f"--init-path: {path}", name=name)
-        return
-    folder, manifest = format.choose(path, "best", note)
-    weights = format.model_weights(folder, manifest, manifest.better_stem)
-    load_weights(model, weights, where=f"--init-path: {folder}", name=name)
+    with named_option("init_path"):
+        if path.is_file():
+            load_foreign(model, read_weights(path), where=str(path), name=name)
+            return
+        require_folder(path, or_weights=True)
+        folder, manifest = format.choose(path, "best", note)
+        weights = format.model_weights(folder, manifest, manifest.better_stem)
+        load_weights(model, weights, where=str(folder), name=name)
 
 
 def load_published(model: nn.Module, name: str, *, classes: int) -> str:
@@ -204,12 +206,13 @@ def load_published(model: nn.Module, name: str, *, classes: int) -> str:
 
 def find_weights(name: str, asked: Asked, *, otherwise: str, fetched: bool = True) -> InitialWeights:
     """The weights that --pretrained asks for; an error says how to get them. `otherwise`: the last of the ways."""
+    if asked != "published":
+        with named_option("pretrained"):
+            return initial_weights.find(name, asked)
     try:
         return initial_weights.find(name, asked, fetched=fetched)
     except CheckpointError as error:
-        if asked != "published":
-            expected = "a safetensors or torch file, a checkpoint or a run folder"
-        elif pretrained.is_published(name):
+        if pretrained.is_published(name):
             file = f"--pretrained {FILE} after `{pretrained.download_line(name)}` on another machine"
             expected = f"a network, {file}, {otherwise}"
         else:

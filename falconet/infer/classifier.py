@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from falconet.checkpoint import format, initial_weights
 from falconet.checkpoint.foreign import fitting_model, load_weights, read_file, read_weights
-from falconet.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from falconet.checkpoint.manifest import MANIFEST, Manifest, read_manifest, require_folder
 from falconet.checkpoint.origin import find_origin
 from falconet.config import options
 from falconet.config.commands import ExportOptions, PredictOptions, ServeOptions, ValidateOptions
@@ -196,6 +196,7 @@ def _opened(
             raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
         return _untrained(asked, note), asked
     if chosen != "published" and not chosen.is_file():
+        require_folder(chosen, or_weights=True)
         folder, manifest = format.choose(chosen, asked.choice.checkpoint, note)
         asked = load_options(command, line, manifest.config).options
         return _trained(asked, folder, manifest), asked

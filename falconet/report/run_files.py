@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from falconet.errors import DataError, folder_near, printable
+from falconet.report import folders
 from falconet.report.answers import MOST_PICTURES, Answers, Picture, best_validated, read_answers, read_picture
 from falconet.report.foreign_folder import ForeignFolder, Known, count, number, numbers, objects, text
 
@@ -148,7 +149,8 @@ def opened(folder: Path, known: dict[str, Known] | None = None) -> ForeignFolder
     try:
         if not folder.is_dir():
             what = "a file" if folder.is_file() else "no such folder"
-            raise DataError(f"{folder}: {what}; expected a run folder{folder_near(folder)}")
+            meant = folder_near(folder, folders.home("runs"))
+            raise DataError(f"{folder}: {what}; expected a run folder{meant}")
         files = ForeignFolder(folder, known)
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror or error}; expected a run folder that you may read") from error

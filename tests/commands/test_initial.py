@@ -64,7 +64,8 @@ def test_unfit_or_missing_weights_are_refused_in_one_line(falconet):
     assert falconet(f"train {TINY} --run-dir a --epoch 1").code == 0
     for line, message in {
         "--init-path a --model resnet14-cifar": "does not fit resnet14-cifar: ",
-        "--init-path b": "b: no such file or folder",
+        "--init-path b": "falconet train: --init-path: b: no such file or folder\n",
+        "--init-path ax": "falconet train: --init-path: ax: no such file or folder; did you mean 'a'?\n",
     }.items():
         answer = falconet(f"train {TINY} --run-dir c {line}")
         assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err

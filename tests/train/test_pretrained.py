@@ -208,6 +208,27 @@ def test_a_missing_file_is_named(falconet):
     )
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("w", "w.pth"), ("./W.pht", "W.pth"), ("first", "runs/first"), ("runs/fisrt", "runs/first"), ("photo", "")],
+)
+def test_a_mistyped_file_or_run_gets_a_suggestion(falconet, typed, meant):
+    Path("runs/first/checkpoints").mkdir(parents=True)
+    Path(meant if meant.endswith(".pth") else "w.pth").touch()
+    Path("photo-1.png").touch()  # a near name, but no weights
+    answer = falconet(f"{LINE} --pretrained {typed}")
+    suggestion = f"; did you mean '{meant}'?" if meant else ""
+    assert (answer.code, answer.err.count("did you mean")) == (2, bool(meant))
+    assert answer.err.endswith(f" a checkpoint or a run folder{suggestion}\n")
+
+
+def test_a_folder_without_a_checkpoint_is_told_once_what_was_expected(falconet):
+    Path("runs").mkdir()
+    answer = falconet(f"{LINE} --pretrained runs")
+    assert answer.err.startswith("falconet train: --pretrained: runs: holds no checkpoint; expected a checkpoint, a")
+    assert (answer.code, answer.err.count("expected")) == (2, 1)
+
+
 def test_a_run_starts_with_the_weights_of_another(falconet):
     scratch = f"{LINE} --pretrained none --interpolation bicubic --validation-crop-ratio 0.9"
     assert falconet(scratch).code == 0
