@@ -126,6 +126,16 @@ def require_parts(options: commands.TrainOptions, restored: Checkpoint, state: T
         raise ConfigError(f"--ema-half-life: asks for a moving average, {lacks}")
     if state.scale and "scale" not in manifest.stems:
         raise ConfigError(f"--{_scaled_by(options)}: asks for a loss scale, {lacks}")
+    if state.scale and options.numerics.auto_loss_scaling and not _was_automatic(manifest):
+        raise ConfigError(
+            f"--auto-loss-scaling: asks for an automatic loss scale, but {folder} is of a run with a fixed or stepped"
+            " one; expected --loss-scaling N, which may change, or a new run with its weights: `falconet train"
+            f" --auto-loss-scaling --init-path {folder}`"
+        )
+
+
+def _was_automatic(manifest: Manifest) -> bool:
+    return manifest.config.get("auto-loss-scaling", {}).get("value") is True
 
 
 def _scaled_by(options: commands.TrainOptions) -> str:

@@ -360,6 +360,24 @@ def test_what_cannot_be_continued_is_refused_in_one_line(falconet, line, message
     assert {path: path.stat().st_mtime_ns for path in Path("r").rglob("*")} == before
 
 
+def test_a_fixed_loss_scale_cannot_become_automatic(falconet):
+    """A half-precision run always has a loss scale, which may change but for its kind."""
+    line = f"train {TINY} --precision bf16.bf16 --epoch 1".replace("--epoch 2 ", "")
+    assert falconet(f"{line} --run-dir r").code == 0
+    answer = falconet("restore r --epoch 2 --auto-loss-scaling")
+    folder = "r/checkpoints/resnet8-cifar_generated_1"
+    assert (answer.code, answer.err) == (
+        2,
+        f"falconet restore: --auto-loss-scaling: asks for an automatic loss scale, but {folder} is of a run with a"
+        " fixed or stepped one; expected --loss-scaling N, which may change, or a new run with its weights: `falconet"
+        f" train --auto-loss-scaling --init-path {folder}`\n",
+    )
+    assert falconet("restore r --epoch 2 --loss-scaling 128").code == 0
+    assert falconet(f"{line} --auto-loss-scaling --run-dir s").code == 0
+    assert falconet("restore s --epoch 2").code == 0
+    assert falconet("restore s --epoch 3 --no-auto-loss-scaling").code == 0
+
+
 def test_full_disk_is_reported_and_the_run_continues(falconet, monkeypatch):
     import errno
     import os
