@@ -15,7 +15,7 @@ from falconet import writing
 from falconet.bench.execution import terminated_as_interrupted
 from falconet.config import recipes
 from falconet.config.commands import RecipeVerifyOptions
-from falconet.config.evidence import Evidence, TrainedOnce, evidence_of
+from falconet.config.evidence import Evidence, TrainedOnce, evidence_of, in_seconds
 from falconet.config.load import Loaded
 from falconet.config.tool_options import Recipe
 from falconet.errors import ConfigError, Interrupted, WorldError, did_you_mean
@@ -41,7 +41,7 @@ def run(loaded: Loaded[RecipeVerifyOptions]) -> int:
     if asked.record:
         found = evidence_in(name, home, runs)
         writing.replace(asked.record.parent, asked.record.name, found.to_json())
-        say(f"{name}: {found.reached()} in {found.seconds:.1f} s of training, recorded in {asked.record}")
+        say(f"{name}: {found.reached()} in {in_seconds(found.seconds)} of training, recorded in {asked.record}")
         return DONE
     assert recorded is not None
     least, mean = recorded.least(len(runs)), statistics.mean(run.accuracy for run in runs)
@@ -80,7 +80,7 @@ def _trained(asked: Recipe, name: str, home: Path, say: Say) -> Iterator[Trained
                 raise ConfigError(f"{log}: {last}")
             raise WorldError(f"{folder}: the run ended with exit code {code}: {last}")
         trained = trained_in(folder, seed)
-        took = f"{trained.seconds:.1f} s of training, {time.monotonic() - began:.0f} s in all"
+        took = f"{in_seconds(trained.seconds)} of training, {time.monotonic() - began:.0f} s in all"
         say(f"seed {seed}: {trained.accuracy:.2f} %, {took}")
         yield trained
 
@@ -113,7 +113,10 @@ def trained_in(folder: Path, seed: int) -> TrainedOnce:
     if accuracy is None:
         raise ConfigError(f"--name: {folder} was not validated, so there is nothing to compare")
     images = round(summary["metrics"]["validation/images"])
-    return TrainedOnce(seed=seed, accuracy=round(accuracy, 4), seconds=summary["training_seconds"], images=images)
+    seconds = round(
+        summary["seconds"]["training"], 3
+    )  # "training_seconds" has tenths, too few for a recipe of a second
+    return TrainedOnce(seed=seed, accuracy=round(accuracy, 4), seconds=seconds, images=images)
 
 
 def evidence_in(name: str, home: Path, runs: tuple[TrainedOnce, ...]) -> Evidence:

@@ -54,7 +54,7 @@ class Evidence:
     def took(self) -> str:
         """The median seconds of training; of a recipe that is compared with speed records, as those count them."""
         counted = [run.counted for run in self.runs if run.counted is not None]
-        return f"{statistics.median(counted):.2f} s counted" if counted else f"{self.seconds:.1f} s"
+        return f"{statistics.median(counted):.2f} s counted" if counted else in_seconds(self.seconds)
 
     def least(self, runs: int) -> float:
         """The lowest mean of this many runs that still agrees with the evidence."""
@@ -68,6 +68,11 @@ class Evidence:
     def to_json(self) -> str:
         stated = asdict(self, dict_factory=lambda items: {name: value for name, value in items if value is not None})
         return json.dumps(stated, indent=1) + "\n"
+
+
+def in_seconds(seconds: float) -> str:
+    """A time, to a tenth of a second; a short one to three digits, which is more."""
+    return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def all_evidence() -> dict[str, Evidence]:

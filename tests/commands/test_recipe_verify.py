@@ -28,7 +28,7 @@ images = 360.0 if accuracy < 100 else 240.0
 metrics = {} if accuracy < 0 else {"validation/accuracy": accuracy, "validation/images": images}
 about = {"device": "CPU", "processor": "a chip, 2 cores", "Falconet": "0.1", "PyTorch": "2.11"}
 about["started"] = "2026-11-18 04:05:06 UTC"
-summary = {"training_seconds": 1.5, "metrics": metrics, "environment": about}
+summary = {"training_seconds": 1.5, "seconds": {"training": 1.4738}, "metrics": metrics, "environment": about}
 (folder / "summary.json").write_text(json.dumps(summary))
 (folder / "words.json").write_text(json.dumps(words))
 """
@@ -56,7 +56,7 @@ def test_a_recipe_that_reaches_what_it_did_holds(falconet, trainer):
     trainer(97.5, 98.0)
     answer = falconet("recipe verify digits --seeds 2 --runs again")
     assert answer.code == 0, answer.err
-    assert "seed 1: 98.00 %, 1.5 s of training" in answer.out
+    assert "seed 1: 98.00 %, 1.47 s of training" in answer.out
     assert "recorded: 98.00 ± 1.00 % in 3 runs on a chip, 2026-11-18\n" in answer.out
     least = 98 - 2 * math.sqrt(1 / 3 + 1 / 2)
     assert f"holds: 97.75 %, expected at least {least:.2f} %\n" in answer.out
@@ -96,6 +96,7 @@ def test_what_was_recorded_is_read_again(falconet, trainer):
     assert falconet("recipe verify cifar10-resnet20 --seeds 2 --record found.json").code == 0
     found = evidence.read(Path("found.json"))
     assert [(run.accuracy, run.images) for run in found.runs] == [(90.0, 360), (91.0, 360)]
+    assert [run.seconds for run in found.runs] == [1.474, 1.474]
     assert (found.recipe, found.device, found.date) == ("cifar10-resnet20", "a chip, 2 cores", "2026-11-18")
     assert found.reached() == "90.50 ± 0.71 %"
 
@@ -200,6 +201,16 @@ def test_a_run_that_fails_is_named_with_its_last_line(falconet, trainer):
 def test_a_recipe_without_validation_has_nothing_to_compare(falconet, trainer):
     trainer(-1)
     assert "was not validated, so there is nothing to compare" in falconet("recipe verify digits").err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.9512, "0.951 s"), (7.5, "7.5 s"), (9.996, "10 s"), (33.912, "33.9 s"), (1823.456, "1823.5 s")],
+)
+def test_short_trainings_are_listed_to_three_digits(seconds, shown):
+    once = TrainedOnce(seed=0, accuracy=98.0, seconds=seconds, images=360)
+    heading, row = evidence.table({"digits": replace(made(), runs=(once,))})
+    assert row[heading.index("training")] == shown
 
 
 def test_one_run_may_differ_by_a_tenth_of_a_percent():
