@@ -68,6 +68,19 @@ def test_workers_that_never_start_leave_no_folder(tmp_path, monkeypatch):
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.parametrize("place", ["photos", "photos/train", "photos/train/dark", "./photos/../photos"])
+def test_a_run_folder_is_not_made_of_the_photos(falconet, image_folder, place):
+    """It would not be read as photos again, not even by `restore`."""
+    line = f"train photos {TINY} --data folder --model resnet8-cifar --pretrained none --epoch 1"
+    before = sorted(path for path in image_folder.rglob("*") if ".falconet-index" not in path.parts)
+    answer = falconet(f"{line} --run-dir {place}")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert f"--run-dir: {Path(place)} holds the photos that are trained on; expected another folder" in answer.err
+    assert sorted(path for path in image_folder.rglob("*") if ".falconet-index" not in path.parts) == before
+    assert falconet(f"{line} --run-dir photos/runs/first").code == 0
+    assert falconet("restore photos/runs/first --epoch 2").code == 0
+
+
 def test_a_second_run_in_a_folder_in_use_is_refused(falconet, monkeypatch):
     """Two would mix their metrics, and remove each other's checkpoints."""
     monkeypatch.setattr(run_folder, "ENDING", 0.1)
