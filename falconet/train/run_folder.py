@@ -27,6 +27,7 @@ from falconet.errors import (
     named_option,
 )
 from falconet.models import zoo
+from falconet.parallel import environment
 from falconet.report import plots
 from falconet.report.console import Say
 from falconet.report.folders import RunShape
@@ -138,7 +139,11 @@ def check_saved(saved: Path, loaded: LoadedTraining, *, restored: Checkpoint | N
     newer = whole_after(saved, restored.manifest.progress) if restored else None
     if restored and newer:  # pruning would remove this run's checkpoints first, and restoring find them last
         option = "checkpoint-output-path" if is_asked_for(loaded.sources.get("checkpoint-output-path")) else "run-dir"
-        new = f", or no --{option}: a run that continues from an older one gets a new folder" if home(restored) else ""
+        new = (
+            f", or no --{option}: a run that continues from an older one gets a new folder"
+            if home(restored.folder)
+            else ""
+        )
         raise ConfigError(
             f"--{option}: {saved} holds checkpoints newer than {restored.folder.name}, such as {newer.name};"
             f" expected another folder{new}"
@@ -159,6 +164,13 @@ def alone(folder: Path, *, option: str = "--run-dir", again: bool = False) -> It
         yield
     finally:
         os.close(handle)
+
+
+def require_ended(folder: Path) -> None:
+    """Refuse a run that goes on before its checkpoints are read: it removes older ones meanwhile."""
+    if folder.is_dir() and environment.attempt(os.environ) == 0:
+        with alone(folder):
+            pass
 
 
 def _locked(handle: int) -> bool:
@@ -225,7 +237,7 @@ def continue_log(
     even if nothing was saved yet.
     """
     if restored and not again and not _belongs(restored, folder):
-        source = home(restored)
+        source = home(restored.folder)
         if source is None or (folder / METRICS).exists():
             return  # nothing is known of this folder's log
         written = [table.name for table in conventions.tables]
@@ -401,7 +413,7 @@ def placed(loaded: LoadedTraining, restored: Checkpoint) -> LoadedTraining:
     options, sources = loaded.options, dict(loaded.sources)
     folder, kept = options.run.run_dir, options.checkpoints.checkpoints_kept
     if folder == "auto":
-        found = home(restored)
+        found = home(restored.folder)
         if found is None and not options.run.plan:
             raise ConfigError(
                 f"--run-dir: required, because {restored.folder} is not in a run folder, and folders are not"
@@ -428,30 +440,30 @@ def placed(loaded: LoadedTraining, restored: Checkpoint) -> LoadedTraining:
 
 def beside(restored: Checkpoint, conventions: Conventions) -> Conventions:
     """The conventions of a restored run: a new run folder goes beside that of the checkpoint."""
-    lies, fresh = home(restored), conventions.run_folder
+    lies, fresh = home(restored.folder), conventions.run_folder
     if lies is None:
         return conventions
     return replace(conventions, run_folder=lambda shape: fresh(replace(shape, parent=lies.parent)))
 
 
-def home(restored: Checkpoint) -> Path | None:
+def home(checkpoint: Path) -> Path | None:
     """The run folder that a checkpoint lies in, directly or in its folder of checkpoints; None: in none."""
     # As spelled: a checkpoint that is a link must not lead to another run.
-    saved = Path(os.path.abspath(restored.folder)).parent  # noqa: PTH100, resolve follows links
+    saved = Path(os.path.abspath(checkpoint)).parent  # noqa: PTH100, resolve follows links
     for folder in (saved, saved.parent):
         config = _config(folder)
         elsewhere = config.get("checkpoint-output-path") if config else None
         inside = elsewhere is not None if folder == saved else Path(elsewhere or CHECKPOINTS).name == saved.name
         if config and inside:
             here = Path.cwd()
-            shorter = not restored.folder.is_absolute() and folder != here and folder.is_relative_to(here)
+            shorter = not checkpoint.is_absolute() and folder != here and folder.is_relative_to(here)
             return folder.relative_to(here) if shorter else folder
     return None
 
 
 def _belongs(restored: Checkpoint, folder: Path) -> bool:
     """Whether a checkpoint is one of the run in this folder: it lies there, or where that run saves."""
-    lies = home(restored)
+    lies = home(restored.folder)
     if lies is not None and lies.resolve() == folder.resolve():
         return True
     elsewhere = (_config(folder) or {}).get("checkpoint-output-path")
@@ -460,7 +472,7 @@ def _belongs(restored: Checkpoint, folder: Path) -> bool:
 
 def elsewhere_line(restored: Checkpoint, folder: Path) -> str | None:
     """What to print if a restored run continues in another folder than the checkpoint's."""
-    lies = home(restored)
+    lies = home(restored.folder)
     if lies is None or _belongs(restored, folder):
         return None
     return f"continuing {restored.folder.name} in another run folder, {folder}; {lies} stays as it is"

@@ -96,6 +96,24 @@ def test_a_second_run_in_a_folder_in_use_is_refused(falconet, monkeypatch):
     assert falconet("restore --checkpoint-input-path r --epoch 2").code == 0
 
 
+@pytest.mark.parametrize("line", ["restore r --epoch 3", f"train {TINY} --run-dir r --resume"])
+def test_a_run_that_goes_on_is_refused_before_its_checkpoints_are_read(falconet, monkeypatch, line):
+    """They were missing by then: a run removes older ones."""
+    assert falconet(f"train {TINY} --run-dir r").code == 0
+
+    def read(*_):
+        pytest.fail("a checkpoint is read")
+
+    monkeypatch.setattr(run_folder, "ENDING", 0.1)
+    with run_folder.alone(Path("r")):
+        with monkeypatch.context() as patched:
+            patched.setattr("falconet.commands.restore.read_manifest", read)
+            patched.setattr("falconet.train.resume.newest", read)
+            answer = falconet(line)
+        assert (answer.code, answer.err) == (2, f"falconet {line.split()[0]}: {REFUSED}")
+        assert falconet(f"{line} --plan").code == 0
+
+
 def test_resuming_a_run_that_is_still_going_on_is_refused(falconet, monkeypatch):
     monkeypatch.setattr(run_folder, "ENDING", 0.1)
     line = f"train {TINY} --epoch 2 --run-dir r --checkpoints-kept all --resume"
