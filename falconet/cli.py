@@ -36,6 +36,7 @@ from falconet.report.styles import FALCONET, Conventions
 GROUPS = frozenset(name.split()[0] for name in COMMANDS if " " in name)  # first words of commands of two words
 CONVENTIONAL = ("train", "restore", "validate", "bench infer", "bench serve")  # commands that take conventions
 HELP = ("-h", "--help", EVERYTHING)
+UNUSABLE = (errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)  # a path that the user named, or something at its place
 ONE_PROCESS = (AverageOptions, BenchOptions)  # only the first of several processes runs them
 START = "New here? `falconet doctor`, then `falconet train`: 20 seconds on two cores."
 
@@ -140,7 +141,7 @@ def unwritten(error: OSError, program: str) -> int:
     where = f" ({error.filename})" if error.filename else ""
     if found := NO_ROOM.get(error.errno or 0):
         message = f"{found.why}{where}; {found.helps}; everything saved before is intact"
-    elif (isinstance(error, PermissionError) or error.errno == errno.ENAMETOOLONG) and error.filename:
+    elif (isinstance(error, PermissionError) or error.errno in UNUSABLE) and error.filename:
         message = f"{error.filename}: {error.strerror}; expected a file or folder that you may read and write"
     else:
         raise error

@@ -30,7 +30,7 @@ from falconet.config.spaces import spaces_in
 from falconet.config.tool_options import DataCheck, Load, Pack, Report, Upload, Verify, Watch
 from falconet.errors import ConfigError, folder_near, named_option
 from falconet.report import folders
-from falconet.report.run_files import EXPORT_RECORD
+from falconet.report.run_files import CHECKPOINTS, CONFIG, EXPORT_RECORD
 
 EXPORT_PACKAGES = {
     **dict.fromkeys(("onnx", "triton"), ("onnx", "onnxscript", "onnxruntime")),
@@ -191,7 +191,15 @@ def _check_serve(options: ServeOptions) -> None:
         if not path.is_file() and not (path / EXPORT_RECORD).is_file():
             require_checkpoints(path, or_weights=True)
     if options.models.repository:
-        require_folder(options.models.repository, "a folder of runs for --repository")
+        _require_repository(options.models.repository)
+
+
+def _require_repository(folder: Path) -> None:
+    require_folder(folder, "a folder of runs for --repository")
+    if (folder / CONFIG).is_file() and (folder / CHECKPOINTS).is_dir():
+        raise ConfigError(
+            f"--repository: {folder} is a run; expected the folder that holds it, or `falconet serve {folder}`"
+        )
 
 
 def _check_predict(options: PredictOptions) -> None:

@@ -20,6 +20,7 @@ MISTAKES = {
     "restore weight": "weight: no such file or folder\n",  # a file cannot be continued
     "validate weight": "weight: no such file or folder; did you mean 'weights.pth'?\n",
     "predict weigths.pth a.jpg": "weigths.pth: no such file or folder; did you mean 'weights.pth'?\n",
+    "serve --repository runs/first": "--repository: runs/first is a run; expected the folder that holds it, or",
     "serve frist": "frist: no such file or folder; did you mean 'runs/first'?\n",
     "restore": "--checkpoint-input-path: is required",
     "validate --checkpoint-input-path none.pt": "none.pt: no such file or folder\n",
@@ -51,6 +52,7 @@ def test_mistake_is_answered_before_the_command_is_imported(falconet, monkeypatc
     monkeypatch.setattr(cli, "import_module", lambda name: pytest.fail(f"{name} would be imported"))
     Path("runs/first/checkpoints").mkdir(parents=True)
     Path("runs/other").mkdir()  # a near name, but no run
+    Path("runs/first/config.yaml").touch()
     Path("weights.pth").touch()
     answer = falconet(line)
     command = next(name for name in sorted(COMMANDS, key=len, reverse=True) if line.startswith(name))

@@ -58,6 +58,8 @@ SNIFFED = 512  # bytes that show what a file is
 MISTAKEN = (
     (b"version https://git-lfs", "is a Git LFS pointer; `git lfs pull` fetches the weights"),
     (b"<", "is a web page or XML, not weights; a download that failed?"),
+    (b"\xff\xd8\xff", "is a photo; expected a run, a checkpoint or a weights file"),
+    (b"\x89PNG", "is a photo; expected a run, a checkpoint or a weights file"),
     (b"\x1f\x8b", "is compressed with gzip; expected the file inside"),
     (b"BZh", "is compressed with bzip2; expected the file inside"),
     (b"\xfd7zXZ", "is compressed with xz; expected the file inside"),

@@ -451,10 +451,10 @@ def home(checkpoint: Path) -> Path | None:
     # As spelled: a checkpoint that is a link must not lead to another run.
     saved = Path(os.path.abspath(checkpoint)).parent  # noqa: PTH100, resolve follows links
     for folder in (saved, saved.parent):
-        config = _config(folder)
+        config = _config(folder) or ({} if _is_damaged(folder) else None)
         elsewhere = config.get("checkpoint-output-path") if config else None
         inside = elsewhere is not None if folder == saved else Path(elsewhere or CHECKPOINTS).name == saved.name
-        if config and inside:
+        if config is not None and inside:
             here = Path.cwd()
             shorter = not checkpoint.is_absolute() and folder != here and folder.is_relative_to(here)
             return folder.relative_to(here) if shorter else folder
@@ -491,6 +491,17 @@ def _config(folder: Path) -> dict[str, str] | None:
     if not isinstance(content, dict) or not content.keys() >= OURS:
         return None
     return {name: value for name, value in content.items() if isinstance(value, str)}
+
+
+def _is_damaged(folder: Path) -> bool:
+    """Whether a run folder's config.yaml is no YAML, perhaps after an edit; a restored run writes it again."""
+    if not (folder / CONFIG).is_file() or not (folder / METRICS).is_file():
+        return False
+    try:
+        read_yaml(folder / CONFIG)
+    except ConfigError:
+        return True
+    return False
 
 
 def _logs_where_it_saves(options: commands.TrainOptions, conventions: Conventions) -> bool:

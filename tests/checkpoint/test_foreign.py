@@ -170,6 +170,8 @@ NONSENSE = {
     "empty": (b"", TORN),
     "a web page": (b"<!DOCTYPE html><title>404</title>" * 100, "is a web page or XML, not weights; a download that"),
     "a Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "`git lfs pull` fetches the"),
+    "photo": (b"\xff\xd8\xff\xe0" + bytes(100), "is a photo; expected a run, a checkpoint or a weights file"),
+    "drawing": (b"\x89PNG\r\n\x1a\n" + bytes(100), "is a photo; expected a run, a checkpoint or a weights file"),
     "gzip": (b"\x1f\x8b\x08" + bytes(100), "is compressed with gzip; expected the file inside"),
     "a tar archive": (b"w.pt".ljust(257, b"\0") + b"ustar" + bytes(300), "is a tar archive; expected the file inside"),
     "Keras": (b"\x89HDF\r\n" + bytes(100), "is HDF5, as Keras writes it; expected safetensors or"),

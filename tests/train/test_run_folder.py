@@ -96,6 +96,26 @@ def test_a_second_run_in_a_folder_in_use_is_refused(falconet, monkeypatch):
     assert falconet("restore --checkpoint-input-path r --epoch 2").code == 0
 
 
+@pytest.mark.parametrize("content", ["model: [", "\t- a: b: c"])
+def test_a_run_with_a_damaged_config_continues_in_its_folder(falconet, content):
+    """It was told to expect a --run-dir, and with that, to restore the run."""
+    assert falconet(f"train {TINY} --epoch 1 --run-dir r").code == 0
+    Path("r/config.yaml").write_text(content)
+    answer = falconet("restore r --epoch 2")
+    assert answer.code == 0, answer.err
+    assert "model: resnet8-cifar" in Path("r/config.yaml").read_text()
+    assert [path.name[-1] for path in sorted(Path("r/checkpoints").iterdir())] == ["1", "2"]
+
+
+def test_a_folder_in_the_place_of_a_file_is_named_in_one_line(falconet):
+    assert falconet(f"train {TINY} --epoch 1 --run-dir r").code == 0
+    Path("r/metrics.jsonl").unlink()
+    Path("r/metrics.jsonl").mkdir()
+    answer = falconet("restore r --epoch 2")
+    expected = "Is a directory; expected a file or folder that you may read and write"
+    assert (answer.code, answer.err) == (2, f"falconet restore: r/metrics.jsonl: {expected}\n")
+
+
 @pytest.mark.parametrize("line", ["restore r --epoch 3", f"train {TINY} --run-dir r --resume"])
 def test_a_run_that_goes_on_is_refused_before_its_checkpoints_are_read(falconet, monkeypatch, line):
     """They were missing by then: a run removes older ones."""
