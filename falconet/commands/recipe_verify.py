@@ -113,9 +113,8 @@ def trained_in(folder: Path, seed: int) -> TrainedOnce:
     if accuracy is None:
         raise ConfigError(f"--name: {folder} was not validated, so there is nothing to compare")
     images = round(summary["metrics"]["validation/images"])
-    seconds = round(
-        summary["seconds"]["training"], 3
-    )  # "training_seconds" has tenths, too few for a recipe of a second
+    # "training_seconds" has tenths, too few for a recipe of a second.
+    seconds = round(summary["seconds"]["training"], 3)
     return TrainedOnce(seed=seed, accuracy=round(accuracy, 4), seconds=seconds, images=images)
 
 
