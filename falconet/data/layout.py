@@ -1,8 +1,10 @@
 """The layout of a folder of photos: packed shards, TFRecords, archives, class folders, or a table of labels."""
 
 import hashlib
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from falconet.data.keyed import IntArray, Purpose, uniform
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 from falconet.data.sources import folder, packed, photo_table, tar, tfrecord
 from falconet.data.sources.photo_table import Labelled
+from falconet.data.sources.table_formats import SPREADSHEETS
 from falconet.data.storage import BoolArray, FileSource, Names, Splits
 from falconet.errors import DataError, did_you_mean
 from falconet.report.console import counted
@@ -19,6 +22,7 @@ from falconet.report.console import counted
 INNER = "imagenet-data"  # a subfolder that the TensorFlow program also used
 FOLDERS = "class folders"
 MOST_SUSPECTED = 10  # classes to look into
+MOST_ALIKE = 3  # groups of classes that are named
 MOST_WRAPPERS = 3  # nested folders with only one folder in them: archives unpack to photos/photos/
 
 
@@ -46,9 +50,24 @@ def load_photos(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tf
 def survey(path: Path, division: Division = USUAL, keys: tfrecord.Keys = tfrecord.USUAL) -> Splits:
     """Load photos, even with classes in val/ that train/ does not have: they come last."""
     try:
-        return _found(path, division, keys)
+        splits = _found(path, division, keys)
     except OSError as error:
         raise DataError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from None
+    return replace(splits, notes=(*splits.notes, *_alike(path, splits.class_names)))
+
+
+def _alike(path: Path, classes: Sequence[str]) -> list[str]:
+    """A note on classes whose names hardly differ, such as Cat and cat: probably one class, trained as several."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted({*classes}):
+        plain = unicodedata.normalize("NFKC", name).casefold().replace("_", " ").replace("-", " ")
+        groups.setdefault(" ".join(plain.split()), []).append(f"'{name}'")
+    found = [f"{', '.join(names[:-1])} and {names[-1]}" for names in groups.values() if len(names) > 1]
+    if not found:
+        return []
+    more = [f"{len(found) - MOST_ALIKE:,} more"] if len(found) > MOST_ALIKE else []
+    shown = "; ".join([*found[:MOST_ALIKE], *more])
+    return [f"{path}: classes with nearly the same name are trained as different ones: {shown}"]
 
 
 def _check_trained(splits: Splits) -> None:
@@ -85,15 +104,33 @@ def _divided_already(place: Path, division: Division, keys: tfrecord.Keys) -> Sp
     """The splits of a layout with a training part of its own; None if it has none."""
     shards = packed.find(place)
     if any(shards.values()):
-        return packed.load(place, shards)
+        return _hiding(packed.load(place, shards), place, what="packed shards")
     parts = folder.split_folders(place)
     if "train" in parts and folder.subfolders(place / parts["train"]):
         return _from_split_folders(place, parts, division)
     records = tfrecord.find(place)
     if any(records.values()):
-        return tfrecord.load(place, records, keys)
+        return _hiding(tfrecord.load(place, records, keys), place, what="TFRecords")
     archives = tar.find(place)
-    return tar.load(place, archives) if any(archives.values()) else None
+    return _hiding(tar.load(place, archives), place, what="tar archives") if any(archives.values()) else None
+
+
+def _hiding(splits: Splits, place: Path, *, what: str) -> Splits:
+    """The splits of shards, with a note if they lie beside class folders: photos added to these would not be read."""
+    try:
+        root = place / folder.split_folders(place).get("train", "")
+        first = next((name for name in islice(folder.subfolders(root), MOST_SUSPECTED) if _holds(root / name)), None)
+    except OSError:  # it is only a note
+        return splits
+    if first is None:
+        return splits
+    note = f"{root / first} and other class folders: unused, because the {what} in {place} are read instead"
+    return replace(splits, notes=(*splits.notes, note))
+
+
+def _holds(place: Path) -> bool:
+    """Whether a folder holds photos, directly or in a folder of its own."""
+    return folder.has_photos(place) or any(folder.has_photos(place / name) for name in folder.subfolders(place))
 
 
 def _from_folders(place: Path, division: Division) -> Splits:
@@ -266,7 +303,9 @@ def _unknown(place: Path) -> str:
             " folders in train/ and val/, a table of photos and labels, TFRecords, tar archives or packed shards"
         )
     example = place / Path(found.names[0]).parent
+    sheet = next((path.name for path in sorted(place.iterdir()) if path.suffix.lower() in SPREADSHEETS), None)
     return (
         f"{example}: {counted(len(found.names), 'photo')}, but no classes; expected a folder per class, such as"
         f" {example}/cat/ and {example}/dog/, or a table of photos and labels beside them, such as labels.csv"
+        + (f"; {sheet} is a spreadsheet, save it as CSV" if sheet else "")
     )

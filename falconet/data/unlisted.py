@@ -29,7 +29,10 @@ class Unlisted:
         if self.hidden:
             lines.append(f"{counted(self.hidden, 'hidden name')} passed over")
         if self.endings:
-            kinds = ", ".join(f"{count:,} {ending or 'without an ending'}" for ending, count in _most(self.endings))
+            shown = _most(self.endings)
+            kinds = ", ".join(f"{count:,} {ending or 'without an ending'}" for ending, count in shown)
+            more = self.endings.total() - sum(count for _, count in shown)
+            kinds += f" and {more:,} of other kinds" if more else ""
             lines.append(f"{counted(self.endings.total(), 'other file')} passed over: {kinds}")
         lines += self.odd[:MOST_NAMED]
         if len(self.odd) > MOST_NAMED:

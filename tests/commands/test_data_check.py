@@ -323,3 +323,10 @@ def test_the_checks_threshold_is_the_options_default():
     assert findings.Limits().most_bits == data_check.DataCheck.near_bits
     assert findings.Limits().least_side == data_check.DataCheck.smallest_side
     assert Image.MAX_IMAGE_PIXELS is not None
+
+
+def test_the_kinds_of_other_files_add_up(falconet, fine):
+    for ending in ("csv", "db", "heic", "ini", "mp4", "txt", "xml"):
+        (fine / f"train/other.{ending}").write_text("x")
+    answer = falconet("data check photos")
+    assert "note: 7 other files passed over: 1 .csv, 1 .db, 1 .heic, 1 .ini, 1 .mp4 and 2 of other kinds" in answer.out

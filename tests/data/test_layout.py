@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,6 +48,24 @@ def test_a_forbidden_folder_is_reported_in_one_line(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(place))
 
     monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(DataError) as caught:
+        layout.load_photos(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: cannot be read (Permission denied)"
+
+
+def test_a_folder_that_may_not_be_entered_is_named_itself(tmp_path, monkeypatch):
+    """Looking for the files of a run in it fails first."""
+
+    def refused(path, **_):
+        if path == tmp_path:
+            return False  # a folder
+        raise PermissionError(13, "Permission denied", str(path))
+
+    def unlistable(place):
+        raise PermissionError(13, "Permission denied", str(place))
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    monkeypatch.setattr(os, "scandir", unlistable)
     with pytest.raises(DataError) as caught:
         layout.load_photos(tmp_path)
     assert str(caught.value) == f"{tmp_path}: cannot be read (Permission denied)"
@@ -188,6 +207,48 @@ def test_what_people_have_beside_their_photos_is_passed_over(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("classes", "shown"),
+    [
+        (("Cat", "cat", "dog"), "'Cat' and 'cat'"),
+        (("CAT ", "Cat", "cat"), "'CAT ', 'Cat' and 'cat'"),
+        (("sports car", "sports_car", "dog"), "'sports car' and 'sports_car'"),
+        (("a\u0308ffle", "\u00e4ffle"), "'a\u0308ffle' and '\u00e4ffle'"),  # one word, as macOS and Linux write it
+        (
+            [letter * times for letter in "abcdAB" for times in (1, 2)],
+            "'A' and 'a'; 'AA' and 'aa'; 'B' and 'b'; 1 more",
+        ),
+    ],
+)
+def test_classes_with_nearly_the_same_name_are_noted(tmp_path, classes, shown):
+    photos(tmp_path, *(f"{name}/" for name in classes), count=2)
+    (note,) = layout.load_photos(tmp_path).notes
+    assert note == f"{tmp_path}: classes with nearly the same name are trained as different ones: {shown}"
+
+
+def test_labels_with_nearly_the_same_name_are_noted(tmp_path):
+    photos(tmp_path, *(f"{number}.jpg" for number in range(4)))
+    (tmp_path / "labels.csv").write_text("photo,label\n0.jpg,cat\n1.jpg,Cat\n2.jpg,cat\n3.jpg,Cat\n")
+    (note,) = layout.load_photos(tmp_path).notes
+    assert note == f"{tmp_path}: classes with nearly the same name are trained as different ones: 'Cat' and 'cat'"
+
+
+@pytest.mark.parametrize("name", ["packed shards", "TFRecords", "tar archives"])
+@pytest.mark.parametrize("part", ["", "train"])
+def test_shards_say_that_they_hide_class_folders(tmp_path, name, part):
+    """Photos added to these folders would otherwise be left out without a word."""
+    made = layouts.LAYOUTS[name](layouts.class_folders(tmp_path / "folders"), tmp_path / "made")
+    assert not layout.load_photos(made).notes
+    photos(made / part, "cat/old/", "dog/", count=2)
+    splits = layout.load_photos(made)
+    if part and name != "packed shards":  # class folders that are split come first
+        assert splits.layout == "class folders"
+        return
+    first = made / part / "cat"
+    assert splits.layout == name
+    assert splits.notes == (f"{first} and other class folders: unused, because the {name} in {made} are read instead",)
+
+
 @pytest.mark.parametrize("inner", ["", "train", "images"])
 def test_photos_without_classes_show_the_expected_layout(tmp_path, inner):
     photos(tmp_path / inner, "1.jpg", "2.jpg", "3.jpg")
@@ -200,6 +261,16 @@ def test_photos_without_classes_show_the_expected_layout(tmp_path, inner):
         f"{place}: 3 photos, but no classes; expected a folder per class, such as {place}/cat/ and {place}/dog/, or a"
         " table of photos and labels beside them, such as labels.csv"
     )
+
+
+@pytest.mark.parametrize("name", ["labels.xlsx", "Labels.ODS"])
+def test_a_spreadsheet_is_to_be_saved_as_a_table(tmp_path, name):
+    photos(tmp_path, "1.jpg", "2.jpg")
+    (tmp_path / name).write_bytes(b"PK\3\4")
+    with pytest.raises(DataError, match=rf"such as labels\.csv; {name} is a spreadsheet, save it as CSV$"):
+        layout.load_photos(tmp_path)
+    with pytest.raises(DataError, match=rf"{name}: is a spreadsheet; expected a table of photos and labels; save it"):
+        layout.load_photos(tmp_path / name)
 
 
 def test_a_folder_of_other_files_says_what_they_are(tmp_path):

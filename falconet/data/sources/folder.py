@@ -266,8 +266,11 @@ def _is_run(entry: "os.DirEntry[str]") -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a path is a run folder."""
-    return all((path / name).is_file() for name in RUN)
+    """Whether a path is a run folder; what cannot be looked into is none, and listing it tells why."""
+    try:
+        return all((path / name).is_file() for name in RUN)
+    except OSError:
+        return False
 
 
 def image_names(folder: str, prefix: str, listing: Listing, *, linked: bool = False) -> Iterator[str]:

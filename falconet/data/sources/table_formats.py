@@ -12,6 +12,7 @@ from falconet.errors import DataError
 from falconet.report.console import counted
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".json")
+SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 
 Cell = str | list[str]
 
@@ -27,14 +28,17 @@ class Table(NamedTuple):
 
 def read(path: Path) -> Table:
     """Read all rows of a file, in the format that its ending names."""
+    ending = path.suffix.lower()
+    if ending in SPREADSHEETS:
+        raise DataError(f"{path}: is a spreadsheet; expected a table of photos and labels; save it as CSV")
     try:
         with open_regular(path) as file:
             text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise DataError(f"{path}: not text in UTF-8; expected a table of photos and labels") from None
+        meant = "expected a table of photos and labels; spreadsheet programs save one as CSV UTF-8"
+        raise DataError(f"{path}: not text in UTF-8; {meant}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
-    ending = path.suffix.lower()
     if ending == ".json":
         return _from_json(path, text)
     return _from_json_lines(path, text) if ending == ".jsonl" else _from_csv(path, text)

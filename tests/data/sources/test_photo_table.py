@@ -360,7 +360,11 @@ def test_photos_of_the_same_name_must_be_told_apart(root):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("labels.csv", b"image,label\n0.jpg,\xff\n", "not text in UTF-8; expected a table of photos and labels"),
+        (
+            "labels.csv",
+            b"image,label\n0.jpg,\xff\n",
+            "not text in UTF-8; expected a table of photos and labels; spreadsheet programs save one as CSV UTF-8",
+        ),
         ("labels.json", b"{", "not JSON; expected a table of photos and labels"),
         ("labels.json", b"7", "not a table; expected rows of photo and label, a mapping, or COCO's annotations"),
         ("metadata.jsonl", b"[1]\n", 'not a row, expected {"file_name": "a.jpg", "label": "cat"}'),
