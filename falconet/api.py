@@ -26,7 +26,15 @@ from falconet.config.options import MODELS
 from falconet.config.recipes import PHOTOS_CONFIG
 from falconet.config.settings import LINE, Setting
 from falconet.data.dataset import Dataset
-from falconet.errors import CheckpointError, ConfigError, DataError, Interrupted, WorldError
+from falconet.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    WorldError,
+    did_you_mean,
+    folder_near,
+)
 from falconet.evaluation import saved_model
 from falconet.evaluation.evaluate import Evaluation, evaluator, never
 from falconet.exits import DONE, INTERRUPTED
@@ -81,7 +89,14 @@ def load(source: "str | Path | Run", *, checkpoint: Which = "best", **options: o
     with settings_kept():
         if isinstance(source, Run):
             source = source.folder
-        if Path(source).exists() or str(source) not in MODELS:
+        if not isinstance(source, str | os.PathLike):
+            raise ConfigError(f"got {type(source).__name__}, expected a run, a path or the name of a model")
+        is_model = str(source) in MODELS or str(source).startswith("timm:")
+        is_there, is_path = Path(source).exists(), Path(source).name != str(source)
+        meant = "" if is_there or is_model or is_path else did_you_mean(str(source), MODELS)
+        if meant and not folder_near(Path(source)):
+            raise CheckpointError(f"{source}: no such file, folder or model{meant}")
+        if is_there or not is_model:
             named: dict[str, object] = {"checkpoint_input_path": source, "checkpoint": checkpoint}
         else:
             named = {"model": source, "pretrained": "published"}

@@ -68,7 +68,7 @@ def _load_over_checkpoint(command: type[OptionsT], line: Sequence[Setting]) -> L
         return stated
     if path is None:
         raise ConfigError(
-            "--checkpoint-input-path: is required; expected a checkpoint, a folder of them or a run folder"
+            "expected a run, such as runs/my-run, a checkpoint or a folder of them (--checkpoint-input-path)"
         )
     _require_checkpoint(options.input, or_weights=isinstance(options, ValidateOptions))
     if not isinstance(options, AverageOptions) and "model" in stated.sources:

@@ -1,5 +1,6 @@
 """The Python API: the runs, scores and mistakes of the command line, and nothing left behind in the process."""
 
+import io
 import os
 import shutil
 import signal
@@ -231,12 +232,23 @@ def test_what_may_not_be_looked_at_is_refused_in_one_line(photos, monkeypatch, s
         (np.zeros((4, 4, 7), np.uint8), "got uint8 of 4 x 4 x 7, expected a path"),
         (torch.zeros(3, 4, 4), "got a float tensor of 3 x 4 x 4, expected 3 x 16 x 16"),
         ([3], "got int, expected a path"),
+        (3, "got int, expected a path"),
+        (None, "got NoneType, expected a path"),
+        (b"\xff\xd8\xff", "got bytes, expected a path"),
+        (io.BytesIO(b"\xff\xd8\xff"), "got BytesIO, expected a path"),
     ],
 )
 def test_what_is_no_picture_is_refused_in_one_line(photos, picture, message):
     with pytest.raises(fn.UserError) as caught:
         fn.load("r").predict(picture)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("pictures", ["photos/val/dark/0.png", np.zeros((4, 4, 3), np.uint8), b"\xff", 3])
+def test_embeddings_are_those_of_a_list(photos, pictures):
+    """A path would otherwise be taken for a list of letters, an array for one of rows."""
+    with pytest.raises(fn.UserError, match=f"^got {type(pictures).__name__}, expected a list of pictures$"):
+        fn.load("r").embeddings(pictures)
 
 
 @pytest.mark.parametrize(("named", "message"), [({"top": 0}, "top: got 0"), ({"batch_size": 0}, "batch_size: got 0")])
@@ -298,7 +310,10 @@ def test_models_come_from_checkpoints_weights_and_names(photos):
     for source, message in {
         "resnet50": "are not in the Hugging Face cache",
         "nowhere": "nowhere: no such file or folder",
-        "resnet5": "resnet5: no such file or folder",
+        "runs/resnet5": "runs/resnet5: no such file or folder",
+        "resnet5": r"resnet5: no such file, folder or model; did you mean 'resnet50'\?",
+        "timm:resnet10t": r"timm/resnet10t\.\w+ are not in the Hugging Face cache",
+        7: "got int, expected a run, a path or the name of a model",
     }.items():
         with pytest.raises(fn.UserError, match=message):
             fn.load(source)

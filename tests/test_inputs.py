@@ -22,7 +22,7 @@ MISTAKES = {
     "predict weigths.pth a.jpg": "weigths.pth: no such file or folder; did you mean 'weights.pth'?\n",
     "serve --repository runs/first": "--repository: runs/first is a run; expected the folder that holds it, or",
     "serve frist": "frist: no such file or folder; did you mean 'runs/first'?\n",
-    "restore": "--checkpoint-input-path: is required",
+    "restore": "expected a run, such as runs/my-run, a checkpoint or a folder of them",
     "validate --checkpoint-input-path none.pt": "none.pt: no such file or folder\n",
     "average --checkpoint-input-path none": "none: no such file or folder\n",
     "bench infer --checkpoint-input-path none": "none: no such file or folder\n",

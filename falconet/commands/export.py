@@ -22,7 +22,7 @@ from falconet.errors import ConfigError, DataError, named_option
 from falconet.exits import DONE, FAILED
 from falconet.export import checks, photos, target_folder
 from falconet.export.checks import Agreement, Parity
-from falconet.export.formats import FORMATS, ONNX, Engine, Format, quantise, torch_engine
+from falconet.export.formats import FORMATS, ONNX, OPENVINO, Engine, Format, quantise, torch_engine
 from falconet.export.graph import INPUT, OUTPUT, Graph, Pixels, Values
 from falconet.export.photos import Divided, Photos, Sample, counted_photos
 from falconet.infer.classifier import Classifier, open_classifier
@@ -98,8 +98,9 @@ def run(loaded: Loaded[ExportOptions]) -> int:
             screen.line(line)
         files = target_folder.finish(folder, target, _facts(task, checked, times))
     largest = max(files, key=lambda name: files[name]["bytes"])
+    shown = f"{OPENVINO} with {largest}" if OPENVINO in files else largest  # the first is the one to open
     plain = f" ({checked.also['bytes_in_fp32'] / 1e6:,.1f} MB in fp32)" if asked.int8 else ""
-    screen.line(f"written to {target}: {largest}, {files[largest]['bytes'] / 1e6:,.1f} MB{plain}, and {EXPORT_RECORD}")
+    screen.line(f"written to {target}: {shown}, {files[largest]['bytes'] / 1e6:,.1f} MB{plain}, and {EXPORT_RECORD}")
     return DONE
 
 

@@ -193,7 +193,7 @@ def _opened(
     is_named = any(setting.option == "model" for setting in line)
     if chosen is None:
         if not is_named:
-            raise ConfigError("--checkpoint-input-path: required, or --model NAME to measure with random weights")
+            raise ConfigError("expected a run, such as runs/my-run, or --model NAME, which alone means random weights")
         return _untrained(asked, note), asked
     if chosen != "published" and not chosen.is_file():
         require_folder(chosen, or_weights=True)

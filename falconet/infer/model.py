@@ -1,10 +1,11 @@
 """A loaded model for Python: predictions for photos, in files or in memory, and its parts for the user's own code."""
 
+import io
 import itertools
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,7 @@ class Model:
         if isinstance(pictures, str | os.PathLike | Image.Image | np.ndarray | Tensor):
             (prediction,) = self.predict([pictures], top=top, batch_size=batch_size)
             return prediction
-        rows = self._scores(list(pictures), batch_size=batch_size)
+        rows = self._scores(_listed(pictures, EXPECTED), batch_size=batch_size)
         several = self.classifier.several_labels
         return [predicted(row.logits, self.class_names, top=top, several=several, name=row.name) for row in rows]
 
@@ -130,7 +131,10 @@ class Model:
         self, pictures: Sequence[Picture], *, batch_size: int | None = None
     ) -> npt.NDArray[np.float32]:  # N x features
         """The classifier layer's input for each picture."""
-        rows = [row.features for row in self._scores(list(pictures), batch_size=batch_size, features=True)]
+        if isinstance(pictures, KINDS):
+            raise DataError(f"got {type(pictures).__name__}, expected a list of pictures")
+        found = _listed(pictures, "a list of pictures")
+        rows = [row.features for row in self._scores(found, batch_size=batch_size, features=True)]
         return torch.stack(rows).numpy() if rows else np.zeros((0, 0), np.float32)
 
     def _scores(
@@ -181,6 +185,13 @@ class Model:
     def __repr__(self) -> str:
         side = self.classifier.preprocessing.image_size
         return f"<{self.name}: {len(self.class_names)} classes, {side} x {side}, on {self.device}>"
+
+
+def _listed(pictures: Iterable[Picture], expected: str) -> list[Picture]:
+    """The pictures, which may be any iterable, but not the bytes of a file."""
+    if isinstance(pictures, bytes | bytearray | memoryview | io.IOBase) or not isinstance(pictures, Iterable):
+        raise DataError(f"got {type(pictures).__name__}, expected {expected}")
+    return list(pictures)
 
 
 def _found(pictures: Sequence[Picture]) -> Iterator[tuple[Photo | None, Picture]]:

@@ -236,7 +236,7 @@ def test_torn_checkpoint_is_named_and_skipped(falconet, run):
 
 
 MISTAKES = {
-    "": "--checkpoint-input-path: is required",
+    "": "expected a run, such as runs/my-run, a checkpoint or a folder of them",
     "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "--checkpoint-input-path empty": "empty: contains no undamaged checkpoint",
     "--checkpoint-input-path averages": "averages: holds only averages; expected checkpoints of training",

@@ -280,8 +280,22 @@ def test_options_without_effect_are_noted(run, falconet, quick, option):
     assert NOTES[option] in falconet(f"export run {option} {QUICK}").out
 
 
+def test_the_file_to_open_is_named_also_if_another_is_larger(run, falconet, monkeypatch):
+    def write(graph, folder, device):
+        (folder / "model.xml").write_bytes(b"x")
+        (folder / "model.bin").write_bytes(b"many weights")
+
+    def opened(graph, folder, device):
+        return torch_engine(graph.module(), device)
+
+    monkeypatch.setitem(FORMATS, "openvino", FORMATS["openvino"]._replace(write=write, open=opened))
+    answer = falconet(f"export run --format openvino {QUICK}")
+    assert answer.code == 0, answer.err
+    assert "openvino: model.xml with model.bin, 0.0 MB, and export.json\n" in answer.out
+
+
 MISTAKES = {
-    "export": "--checkpoint-input-path: required, or --model NAME",
+    "export": "falconet export: expected a run, such as runs/my-run, or --model NAME, which alone means random weights",
     "export nowhere": "nowhere: no such file or folder",
     "export run --format onxx": "--format: got 'onxx', expected onnx, pt2, aoti, timm, triton or openvino; did you",
     "export run --photos nowhere": "nowhere: no such folder; expected a folder of photos for --photos",

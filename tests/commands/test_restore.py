@@ -337,7 +337,7 @@ def first_columns(table):
 
 
 MISTAKES = {
-    "restore": "falconet restore: --checkpoint-input-path: is required",
+    "restore": "falconet restore: expected a run, such as runs/my-run, a checkpoint",
     "restore --checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "restore --checkpoint-input-path r --model resnet14-cifar": "does not fit resnet14-cifar: 36 missing",
     "restore --checkpoint-input-path r --optimizer lars": "--optimizer: got 'lars', expected 'sgd', whose state",

@@ -356,7 +356,7 @@ def test_folder_of_torn_checkpoints_is_refused_and_nothing_is_deleted(falconet, 
 
 
 MISTAKES = {
-    "": "--checkpoint-input-path: is required",
+    "": "expected a run, such as runs/my-run, a checkpoint or a folder of them",
     "--checkpoint-input-path nowhere": "nowhere: no such file or folder",
     "--checkpoint-input-path nowhere.pt": "nowhere.pt: no such file or folder",
     "empty": "empty: holds no checkpoint; expected a checkpoint, a folder of them or a run folder",
