@@ -1,5 +1,6 @@
 """What data, device and pretrained weights decide where the options leave it open; a checkpoint then states it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
@@ -19,6 +20,7 @@ from falconet.evaluation.saved_model import find_weights, fitted
 from falconet.models import pretrained
 from falconet.numerics.precision import automatic
 from falconet.parallel.world import device_kind
+from falconet.report.console import counted
 
 EPOCHS_OF_ONE = 1000  # photo; four times as many photos are repeated half as often
 FEWEST_EPOCHS, MOST_EPOCHS = 5, 60
@@ -133,8 +135,10 @@ def _with_precision(loaded: LoadedTraining) -> LoadedTraining:
     machine = loaded.options.machine
     if machine.precision != "auto":
         return loaded
-    machine = replace(machine, precision=automatic(device_kind(machine.device)))
-    return replace(loaded, options=replace(loaded.options, machine=machine))
+    device = device_kind(machine.device)
+    machine = replace(machine, precision=automatic(device))
+    sources = _explained(loaded.sources, ["precision"], why=f"auto on {device}")
+    return replace(loaded, options=replace(loaded.options, machine=machine), sources=sources)
 
 
 def _with_length(loaded: LoadedTraining, images: Dataset | None) -> tuple[LoadedTraining, Dataset | None]:
@@ -158,7 +162,20 @@ def _with_length(loaded: LoadedTraining, images: Dataset | None) -> tuple[Loaded
         warmup = warmup_for(options.learning_rate.warmup_epoch, updates=updates, per_epoch=per_epoch)
         options = replace(options, learning_rate=replace(options.learning_rate, warmup_epoch=warmup))
     is_fixed = facts.is_stored(options.data)  # others depend on the batch
-    return replace(loaded, options=options), images if is_fixed else None
+    before = loaded.options
+    changed = {
+        "epoch": before.training.epoch != options.training.epoch,
+        "micro-batch-size": before.data.micro_batch_size != options.data.micro_batch_size,
+        "warmup-epoch": before.learning_rate.warmup_epoch != options.learning_rate.warmup_epoch,
+    }
+    why = f"for {counted(len(images.train), 'training image')}"
+    sources = _explained(loaded.sources, [name for name, is_changed in changed.items() if is_changed], why=why)
+    return replace(loaded, options=options, sources=sources), images if is_fixed else None
+
+
+def _explained(sources: Mapping[str, str], changed: Sequence[str], *, why: str) -> dict[str, str]:
+    """The sources of all values, with the reason where a value is no longer the one that its source states."""
+    return {name: f"{source}: {why}" if name in changed else source for name, source in sources.items()}
 
 
 def batch_for(images: int) -> int:

@@ -51,6 +51,16 @@ def test_only_the_first_of_many_classes_are_named(falconet, heap):
     assert "photos: 32 classes (class 00, class 01, class 02, class 03, ...), 384 photos" in out
 
 
+def test_the_plan_says_which_values_the_photos_and_the_device_changed(falconet, heap):
+    lines = falconet("train photos --plan --pretrained none --model resnet8-cifar --device cpu").out.splitlines()
+    sources = dict(line.split("  # ") for line in lines if "  # " in line)
+    images = next(line for line in lines if line.startswith("split by file name")).split()[4]
+    changed = {setting.split(":")[0]: source for setting, source in sources.items() if source.startswith("config ")}
+    assert changed["epoch"] == changed["micro-batch-size"] == f"config photos: for {images} training images"
+    assert changed["precision"] == "config photos: auto on cpu"
+    assert changed["lr"] == changed["warmup-epoch"] == "config photos"
+
+
 def test_details_are_left_to_the_plan(falconet, trained):
     details = ["loader: reads at most", "decoded by the native", "global batch 4"]
     assert "1 epoch, 4 photos of 16 x 16 per update, " in trained.out
