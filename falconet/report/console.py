@@ -207,7 +207,8 @@ class Screen:
         assert self._pace is not None
         pace, self._epoch = self._pace, epoch
         pace.begin_epoch(total=total, done=done)
-        self._bar.update(self._task, description=epoch, total=total, completed=done, visible=True)
+        note = _in_words(pace)  # the speed and the time left are not known yet; those shown are of the last epoch
+        self._bar.update(self._task, description=epoch, total=total, completed=done, note=note, visible=True)
         for update in updates:
             yield update
             pace.add()

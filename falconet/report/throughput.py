@@ -232,9 +232,15 @@ class Pace:
 
     @property
     def run_seconds_left(self) -> float | None:
-        """The seconds left for the run, if validations and saves stay as frequent as so far."""
+        """The seconds left for the run, if validations and saves stay as frequent as so far; not less than the epoch's.
+
+        The latter is at the present speed, which may be lower than that of the run so far.
+        """
         made = self._done - self._first
-        return (self._clock() - self._begun) / made * (self._total - self._done) if made else None
+        if not made:
+            return None
+        by_all = (self._clock() - self._begun) / made * (self._total - self._done)
+        return max(by_all, self.epoch_seconds_left or 0.0)
 
     def _speed(self) -> float | None:
         """Updates per second."""

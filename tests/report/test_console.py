@@ -142,6 +142,36 @@ def test_the_time_left_counts_validations_in_the_run_but_not_in_the_epoch():
     assert pace.run_seconds_left == (8 * 2.0 + 2 * 6.0) / 8 * 12
 
 
+def test_the_run_takes_no_less_time_than_its_epoch():
+    clock = Clock()
+    pace = Pace(total=10, done=0, images=8, clock=clock)
+    for seconds in (1.0, 4.0):  # the second epoch is slower
+        pace.begin_epoch(total=5, done=0)
+        for _ in range(3 if seconds == 4.0 else 5):
+            clock.now += seconds
+            pace.add()
+            pace.mark()
+    assert pace.run_seconds_left == pace.epoch_seconds_left == 2 * 4.0
+
+
+def test_an_epoch_does_not_begin_with_the_time_left_for_the_one_before():
+    clock = Clock()
+    screen, text = terminal(clock)
+    begin(screen, total=8)
+    for _ in screen.counts(range(4), epoch="epoch 1/2", total=4, done=0):
+        screen.show(0.5)
+        clock.now += 1.0
+    shown = len(text.getvalue())
+    next(screen.counts(range(4), epoch="epoch 2/2", total=4, done=0))
+    while "epoch 2/2" not in text.getvalue()[shown:]:  # another thread draws it
+        time.sleep(0.01)
+    screen.end()
+    drawn = text.getvalue()[shown:]
+    drawn = drawn[drawn.index("epoch 2/2") :]
+    assert "loss 0.5000" in drawn
+    assert "eta" not in drawn
+
+
 def test_the_bar_is_erased_when_the_screen_ends():
     screen, text = terminal()
     with screen:
