@@ -146,7 +146,8 @@ def _with_names(command: type[Command], argv: Sequence[str]) -> Sequence[str]:
 
 def _too_many(folders: Sequence[str]) -> ConfigError:
     parents = {str(Path(each).parent) for each in folders}
-    meant = f"; did you mean '{parents.pop()}'?" if len(parents) == 1 else ""
+    is_meant = parents != {"."} or all(map(os.path.isdir, folders))  # else a word is a slip, not a class
+    meant = f"; did you mean '{parents.pop()}'?" if is_meant and len(parents) == 1 else ""
     return ConfigError(
         f"got '{' '.join(folders)}', expected one folder with all photos, in train/ and val/ if they are divided{meant}"
     )

@@ -140,11 +140,16 @@ def device_kind(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"
     return device
 
 
+def require_device(device: Literal["auto", "cpu", "cuda"]) -> None:
+    """Refuse a device that is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("device cuda: PyTorch finds no CUDA device here; device cpu runs on the processor")
+
+
 def _device(kind: Literal["cpu", "cuda"], place: Place | None, *, deterministic: bool) -> torch.device:
+    require_device(kind)
     if kind == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise DeviceError("device cuda: PyTorch finds no CUDA device here; device cpu runs on the processor")
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic
     if place is not None:

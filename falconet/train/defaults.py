@@ -19,7 +19,7 @@ from falconet.errors import ConfigError
 from falconet.evaluation.saved_model import find_weights, fitted
 from falconet.models import pretrained
 from falconet.numerics.precision import automatic
-from falconet.parallel.world import device_kind
+from falconet.parallel.world import device_kind, require_device
 from falconet.report.console import counted
 
 EPOCHS_OF_ONE = 1000  # photo; four times as many photos are repeated half as often
@@ -117,8 +117,10 @@ class Settled:
 def settle(loaded: LoadedTraining, *, is_new: bool) -> Settled:
     """Settle the options; a new run's weights are downloaded, and its photos opened.
 
-    The photos are opened first: a wrong folder is reported before hundreds of megabytes of weights are downloaded.
+    The photos are opened first: a wrong folder, like a missing device, is reported before hundreds of megabytes of
+    weights are downloaded.
     """
+    require_device(loaded.options.machine.device)
     photos = _photos(loaded.options) if is_new else None
     weighted, initial = with_weights(loaded) if is_new else (loaded, None)
     fitting = refitted(photos, weighted.options.data, weighted.options.model.model) if photos else None

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 import runs
@@ -337,6 +338,13 @@ def test_photos_that_a_table_names_and_are_not_there_are_missing(falconet, heap)
     assert re.search(
         r"--bad-images-allowed: \d of 2\d training photos are missing( or broken)?, 0 are allowed", answer.err
     )
+
+
+def test_a_missing_device_is_reported_before_weights_are_fetched(falconet, heap, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    answer = falconet("train photos --device cuda")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "device cuda: PyTorch finds no CUDA device here" in answer.err
 
 
 def test_a_folder_without_photos_is_reported_before_weights_are_fetched(falconet):

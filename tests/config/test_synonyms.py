@@ -22,7 +22,7 @@ LINES = {
     "train a/train a/val": "got 'a/train a/val', expected one folder with all photos, in train/ and val/ if they are"
     " divided; did you mean 'a'?",
     "train a/x b/x": "got 'a/x b/x', expected one folder with all photos, in train/ and val/ if they are divided\n",
-    "validate r a b": "got 'a b', expected one folder with all photos",
+    "validate r a b": "got 'a b', expected one folder with all photos, in train/ and val/ if they are divided\n",
     "train --device mps": "--device: got 'mps', expected auto, cpu or cuda; Apple's GPUs are not supported;"
     " did you mean 'cpu'?",
     "train --device 0": "--device: got '0', expected auto, cpu or cuda; did you mean 'cuda'?",
