@@ -11,6 +11,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from rich.cells import cell_len
+
 from falconet import writing
 from falconet.config.commands import PredictOptions
 from falconet.config.load import Loaded, unused_notes
@@ -23,7 +25,7 @@ from falconet.infer.embeddings import EmbeddingFile, classifier_layer
 from falconet.infer.photos import Photo, Scored
 from falconet.infer.prediction import Prediction, predicted
 from falconet.models import pretrained, views
-from falconet.report.console import Counting, Lines, Say, Screen, counted
+from falconet.report.console import Counting, Lines, Say, Screen, counted, padded
 
 WIDEST = 60  # characters of a column; longer classes are cut, longer names push their row to the right
 MOST_NAME = 255  # bytes of a file's name
@@ -156,10 +158,10 @@ class TableSheet:
             for each in predictions
             for number, guess in enumerate(each.top)
         ]
-        self._left = max(self._left, *(min(len(name), WIDEST) for name, _, _ in rows), 0)
-        self._middle = max(self._middle, *(len(label) for _, label, _ in rows), 0)
+        self._left = max(self._left, *(min(cell_len(name), WIDEST) for name, _, _ in rows), 0)
+        self._middle = max(self._middle, *(cell_len(label) for _, label, _ in rows), 0)
         for name, label, probability in rows:
-            self._out.write(f"{name.ljust(self._left)}  {label.ljust(self._middle)}  {probability}\n")
+            self._out.write(f"{padded(name, self._left)}  {padded(label, self._middle)}  {probability}\n")
         self._out.flush()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import TextIO
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.cells import cell_len
 from torch import Tensor
 
 from falconet import writing
@@ -19,7 +20,7 @@ from falconet.errors import printable
 from falconet.evaluation.average_precision import ClassPrecision, gathered
 from falconet.evaluation.evaluate import TOP, Evaluation, Observe
 from falconet.parallel.world import ALONE, World
-from falconet.report.console import counted
+from falconet.report.console import counted, padded
 from falconet.report.epochs import ACCURACY
 
 BINS = 15  # of the calibration error, as in Guo et al., 2017
@@ -157,10 +158,10 @@ class Breakdown:
         which = "" if len(worst) <= MOST_SHOWN else f", the worst {MOST_SHOWN} of {len(worst):,}"
         yield ""
         yield f"accuracy by class{which}:"
-        width = max(len(_short(self.class_names[label])) for label in worst[:MOST_SHOWN])
+        width = max(cell_len(_short(self.class_names[label])) for label in worst[:MOST_SHOWN])
         for label in worst[:MOST_SHOWN]:
             right = f"{int(self.correct[label]):,} of {int(self.images[label]):,}"
-            yield f"  {_short(self.class_names[label]):{width}}  {self.accuracy(label):6.2f}%  {right}"
+            yield f"  {padded(_short(self.class_names[label]), width)}  {self.accuracy(label):6.2f}%  {right}"
         if confused:
             yield ""
             yield "most confused:"
@@ -211,9 +212,9 @@ class Precisions:
         which = "" if len(worst) <= MOST_SHOWN else f", the worst {MOST_SHOWN} of {len(worst):,}"
         yield ""
         yield f"average precision by class{which}:"
-        width = max(len(_short(name)) for _, name, _ in worst[:MOST_SHOWN])
+        width = max(cell_len(_short(name)) for _, name, _ in worst[:MOST_SHOWN])
         for found, name, images in worst[:MOST_SHOWN]:
-            yield f"  {_short(name):{width}}  {found:6.2f}%  {counted(images, 'photo')}"
+            yield f"  {padded(_short(name), width)}  {found:6.2f}%  {counted(images, 'photo')}"
 
     def to_json(self) -> dict[str, object]:
         pairs = zip(self.class_names, self.by_class, strict=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
@@ -39,6 +40,11 @@ def counted(number: int, word: str) -> str:
 def are(number: int, word: str) -> str:
     """`1 core is`, `2 cores are`."""
     return f"{counted(number, word)} {'is' if number == 1 else 'are'}"
+
+
+def padded(text: str, width: int) -> str:
+    """The text with spaces up to a width in a terminal's columns, of which a character may take none, one or two."""
+    return text + " " * (width - cell_len(text))
 
 
 class Notice:

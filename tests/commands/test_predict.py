@@ -127,6 +127,13 @@ def test_table_has_a_row_per_photo_and_class(falconet, home):
     assert "loaded r/checkpoints/" in answer.err
 
 
+def test_columns_of_the_table_hold_where_characters_are_wide(falconet, home):
+    for name in ("橙子.png", "orange.png"):
+        shutil.copy("photos/val/dark/0.png", name)
+    first, second = falconet("predict r 橙子.png orange.png").out.splitlines()
+    assert first.index("%") == second.index("%") - 2  # two characters, but four columns
+
+
 def test_json_is_an_array_of_a_line_per_photo(falconet, home):
     answer = falconet("predict r --json photos/val/dark --top 5")
     rows = json.loads(answer.out)

@@ -79,6 +79,16 @@ def test_long_names_are_cut_in_tables():
     assert "a class with a name that is .. taken for cat: 1 of 2" in text
 
 
+def test_columns_hold_where_characters_are_wide_or_take_no_room():
+    """Two columns each for 橙 and 子, none for the accent that macOS writes as a character of its own."""
+    lines = list(Breakdown.of(answers([0, 1, 2], [0, 1, 2]), ("cat", "橙子", "a\u0308ffle", "yak")).lines())
+    assert lines[2:5] == [
+        "  cat    100.00%  1 of 1",
+        "  橙子   100.00%  1 of 1",
+        "  a\u0308ffle  100.00%  1 of 1",
+    ]
+
+
 def test_a_perfect_model_confuses_nothing():
     assert "confused" not in "\n".join(Breakdown.of(answers([0, 1], [0, 1]), NAMES).lines())
 
