@@ -332,10 +332,22 @@ def open_dataset(
     if to_train and data.check_images in CHECKED.get(data.data, ()):
         assert data.data_dir is not None
         splits, check = without_bad(splits, home=home_of(data.data_dir), workers=min(MOST_WORKERS, WAITING * cores()))
+    if to_train:
+        splits = replace(splits, notes=(*splits.notes, *_unvalidated(splits)))
     opened = replace(prepared(share_of(splits, percentage=percentage), data, size=size), check=check)
     if to_train:
         opened.check_trainable(data.bad_images_allowed)
     return opened
+
+
+def _unvalidated(splits: Splits) -> list[str]:
+    """A note on classes of which no photo is held out: they have one photo, or their others are broken or excluded."""
+    if splits.held_out is None or not len(splits.validation):
+        return []
+    labels, sets = splits.validation.labels, splits.label_sets
+    there = np.bincount(labels, minlength=len(splits.class_names)) if sets is None else sets[labels].any(axis=0)
+    absent = [splits.class_names[label] for label in np.flatnonzero(there == 0)]
+    return [f"no photo of {counted(len(absent), 'class')} to validate on: {_some(absent)}"] if absent else []
 
 
 def home_of(path: Path) -> Path:

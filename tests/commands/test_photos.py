@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -212,6 +213,27 @@ def test_broken_validation_photos_never_stop_a_run(falconet, heap):
     answer = falconet(f"train photos {SMALL} --bad-images-allowed 0")
     assert answer.code == 0, answer.err
     assert f"they cannot be read: {len(validation) - 1} image" in answer.out
+
+
+def test_a_class_without_a_photo_to_validate_on_is_noted(falconet, heap):
+    """Its validation photos are broken, or excluded; the accuracy says nothing of it."""
+    note = "note: no photo of 1 class to validate on: 'dark'"
+    splits = load_photos(heap)
+    dark = [splits.validation.path(at) for at in np.flatnonzero(splits.validation.labels == 0)]
+    assert note not in falconet(f"train photos {SMALL} --plan").out
+    Path("left-out.txt").write_text("".join(f"dark/{path.name}\n" for path in dark))
+    assert note in falconet(f"train photos {SMALL} --plan --exclude-list left-out.txt").out
+    for path in dark:
+        path.write_bytes(b"")
+    assert note in falconet(f"train photos {SMALL} --plan").out
+
+
+def test_labels_that_no_validation_photo_has_are_noted(falconet, heap):
+    names = [path.relative_to(heap) for path in sorted(heap.rglob("*.jpg"))]
+    rows = [f"{name},{name.parent}{'|rare' if number == 0 else ''}" for number, name in enumerate(names)]
+    (heap / "labels.csv").write_text("\n".join(["photo,labels", *rows]))
+    answer = falconet(f"train photos {SMALL} --plan")
+    assert "note: no photo of 1 class to validate on: 'rare'" in answer.out, answer.err
 
 
 def test_a_run_needs_a_photo_to_validate_on(falconet, heap):
