@@ -8,6 +8,7 @@ import numpy as np
 
 from falconet.data import fingerprints
 from falconet.data.headers import MISSING
+from falconet.data.image_files import UNREAD_HEIC
 from falconet.data.inspection import Inspection, Mark
 from falconet.data.keyed import IntArray
 from falconet.data.sources import folder
@@ -113,7 +114,13 @@ BROKEN = {  # kind: title, meaning
     "unreadable": ("cannot be read", "The system refuses to open it."),
     "damaged": ("damaged", "No decoder can read it."),
 }
-REASONS = {"truncated": "truncated", "empty file": "empty", "not an image": "not-an-image", MISSING: "missing"}
+REASONS = {
+    "truncated": "truncated",
+    "empty file": "empty",
+    "not an image": "not-an-image",
+    UNREAD_HEIC: "not-an-image",
+    MISSING: "missing",
+}
 MARKS = {
     Mark.DAMAGED: ("damaged-readable", "damaged, but readable", "Training reads it, but parts may be grey or shifted."),
     Mark.MISNAMED: (

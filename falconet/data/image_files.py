@@ -87,6 +87,10 @@ DAMAGE = (
 )
 
 
+UNREAD_HEIC = "HEIC, which Pillow cannot read; convert it to JPEG"
+HEIC = frozenset(b"ftyp" + brand for brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1"))
+
+
 class UnreadableImageError(Exception):
     """An image that cannot be decoded; the text is the reason in a few words."""
 
@@ -163,7 +167,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _why_unidentified(file: BinaryIO) -> str:
-    return "empty file" if file.seek(0, os.SEEK_END) == 0 else "not an image"
+    if file.seek(0, os.SEEK_END) == 0:
+        return "empty file"
+    file.seek(4)
+    return UNREAD_HEIC if file.read(8) in HEIC else "not an image"
 
 
 def _is_cut_webp(file: BinaryIO) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from falconet.data.image_files import NO_NAME, BadImages, UnreadableImageError, use_image
 from falconet.data.input import Input
 from falconet.data.loader import BatchShape
-from falconet.data.sources.folder import Listing, image_names
+from falconet.data.sources.folder import HEIC, Listing, image_names
 from falconet.data.storage import FileSource
 from falconet.infer.classifier import Classifier
 from falconet.infer.embeddings import tapped
@@ -74,7 +74,7 @@ def find(words: Iterable[str], *, stdin: BinaryIO, held: ExitStack, problem: Pro
 
 
 def _in_folder(folder: str, problem: Problem) -> Iterator[Photo]:
-    listing, count = Listing(), 0
+    listing, count = Listing(also=HEIC), 0  # photos of a phone, which are named as unreadable instead of passed over
     try:
         for name in image_names(folder, "", listing, linked=True):
             path = os.path.join(folder, name)  # noqa: PTH118, a million names

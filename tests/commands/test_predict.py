@@ -188,6 +188,16 @@ def test_what_cannot_be_read_is_named_and_the_rest_answered(falconet, home):
     assert len(list(csv.DictReader(io.StringIO(answer.out)))) == 17
 
 
+def test_a_phones_photos_are_named_not_passed_over(falconet, home):
+    for name in ("photos/val/a.HEIC", "photos/val/b.jpg"):
+        Path(name).write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    answer = falconet("predict r photos/val --csv")
+    assert answer.code == 1
+    for name in ("photos/val/a.HEIC", "photos/val/b.jpg"):
+        assert f"{name}: HEIC, which Pillow cannot read; convert it to JPEG\n" in answer.err
+    assert len(list(csv.DictReader(io.StringIO(answer.out)))) == 18
+
+
 def test_what_the_system_refuses_in_a_folder_is_named_and_the_rest_answered(falconet, home, monkeypatch):
     Path("photos/val/again").symlink_to("again")
     plain = os.scandir

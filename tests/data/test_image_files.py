@@ -98,6 +98,7 @@ WEBP = encoded("WEBP")
 BROKEN = {
     "empty.jpg": (b"", "empty file"),
     "page.jpg": (b"<html>404</html>", "not an image"),
+    "phone.jpg": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC, which Pillow cannot read; convert it to JPEG"),
     "half.jpg": (encoded("JPEG")[:3000], "truncated"),
     "header.jpg": (encoded("JPEG")[:20], None),
     "cut.webp": (WEBP[:-20], "truncated"),

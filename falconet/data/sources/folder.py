@@ -49,6 +49,9 @@ UNREAD = frozenset(
 )
 
 
+HEIC = frozenset({".heic", ".heif", ".hif"})
+
+
 @dataclass(frozen=True, eq=False)
 class Listed:
     """The photos below a folder, by name."""
@@ -134,6 +137,7 @@ class Listing:
     skipped: list[str] = field(default_factory=list)  # with the reason
     refused: list[OSError] = field(default_factory=list)  # folders and links that the system does not let us look at
     unread: Counter[str] = field(default_factory=Counter)  # extensions
+    also: frozenset[str] = frozenset()  # extensions of UNREAD whose files are listed nevertheless
 
     def add(self, name: str, label: int) -> None:
         self.names += os.fsencode(name)
@@ -293,7 +297,7 @@ def image_names(folder: str, prefix: str, listing: Listing, *, linked: bool = Fa
 def _is_photo(entry: "os.DirEntry[str]", listing: Listing) -> bool:
     """Whether an entry is a photo by its name; an entry that cannot be one is noted."""
     ending = _ending(entry.name)
-    is_named = ending in image_extensions()
+    is_named = ending in image_extensions() or ending in listing.also
     why = _why_not(entry, is_named=is_named) if is_named or entry.is_symlink() else ""
     if why:
         listing.skipped.append(f"{entry.path}: skipped, {why}")
