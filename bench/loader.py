@@ -38,7 +38,7 @@ from torchvision.transforms import v2
 
 from falconet.data import native
 from falconet.data.buffers import PixelRows
-from falconet.data.crops import Crops
+from falconet.data.crops import Augment, Crops
 from falconet.data.image_files import BadImages
 from falconet.data.loader import BatchShape, EvaluationLoader, Loader, Resources
 from falconet.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
@@ -123,20 +123,22 @@ def our_method(name: str, reader: Reader, photos: Photos, workers: list[int]) ->
     def batches(epoch: int, count: int) -> Iterator[int]:
         rows, resources = PixelRows(reader), Resources(workers=count)
         if photos.training:
-            loader = Loader(rows, labels=labels, shape=shape, seed=0, resources=resources)
-            for update in loader.updates(epoch):
+            for update in Loader(rows, labels=labels, shape=shape, seed=0, resources=resources).updates(epoch):
                 yield sum(len(batch.labels) for batch in update)
         else:
             for batch in EvaluationLoader(rows, labels=labels, shape=shape, resources=resources).batches():
                 yield int((batch.labels >= 0).sum())
 
-    loaders = {count: (lambda epoch, count=count: sum(batches(epoch, count))) for count in workers}
-    return Method(name, alone, loaders)
+    def loader(count: int) -> Epoch:
+        return lambda epoch: sum(batches(epoch, count))
+
+    return Method(name, alone, {count: loader(count) for count in workers})
 
 
 def readers(photos: Photos) -> tuple[Reader, Reader | None]:
     """The Pillow reader and, if it is built, the native one."""
-    source, augment = photos.source(), "crop-flip" if photos.training else "none"
+    source = photos.source()
+    augment: Augment = "crop-flip" if photos.training else "none"
     crops = Crops(preprocessing=PREPROCESSING, augment=augment, seed=0, objects=None)
     pillow = PillowReader(source, crops=crops, bad=BadImages(len(source), note=print))
     library = native.library()

@@ -28,8 +28,8 @@ def dali_method(source: FileSource, workers: list[int], training: bool) -> Metho
 
     files = [str(source.path(index)) for index in range(len(source))]
 
-    @pipeline_def(batch_size=BATCH, device_id=None)
-    def pipeline():  # noqa: ANN202, DALI's own type
+    @pipeline_def(batch_size=BATCH, device_id=None)  # type: ignore[untyped-decorator]
+    def pipeline() -> tuple[object, object]:  # in DALI's own type
         data, labels = fn.readers.file(
             files=files, labels=source.labels.tolist(), random_shuffle=training, name="files"
         )

@@ -57,7 +57,7 @@ def drawn(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
     return torch.randn(shape, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
 
 
-def _processor_time(both: Callable[[], None]) -> float:
+def _processor_time(both: Callable[[], object]) -> float:
     """The milliseconds that one thread computes, whatever else the machine does."""
     times = []
     for _ in range(CALLS + 1):

@@ -24,9 +24,9 @@ SIDE = 8192  # of the matrices whose product stands in for computation
 
 def milliseconds(*parts: Callable[[], None]) -> float:
     """Milliseconds per call, median over several rounds."""
-    found = []
+    found = list[float]()
     for _ in range(ROUNDS + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         begin.record()
         for part in parts * CALLS:
@@ -75,7 +75,7 @@ def main() -> None:
     state = 2 * 4 * sum(p.numel() for p in model.parameters())
     there, here = (torch.empty(state, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     device = [torch.empty(state, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def copies() -> None:
         for stream, (to, source) in zip(streams, ((device[0], there), (here, device[1])), strict=True):

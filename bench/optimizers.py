@@ -39,7 +39,7 @@ TYPES = {
 def weights(dtype: torch.dtype) -> list[Tensor]:
     """ResNet-50's parameters, channels last, with gradients."""
     model = zoo.build("resnet50", classes=1000, seed=0).to("cuda", dtype)
-    params = list(model.parameters())
+    params: list[Tensor] = list(model.parameters())
     for p in params:
         p.grad = torch.randn_like(p) * 1e-3
     return params

@@ -134,6 +134,10 @@ def stem(device: torch.device, dtype: torch.dtype) -> list[Work]:
     def activated(x: Tensor) -> Tensor:
         return functional.gelu(exactly(x[:, :3].double()))
 
+    def bias_gradient(x: Tensor, dz: Tensor) -> Tensor:
+        assert exactly.bias is not None
+        return torch.autograd.grad(activated(x), exactly.bias, dz[:, :24].double())[0]
+
     def padded(x: Tensor) -> Tensor:
         return functional.pad(activated(x), (0, 0, 0, 0, 0, 8))
 
@@ -154,7 +158,7 @@ def stem(device: torch.device, dtype: torch.dtype) -> list[Work]:
             bytes=moved,
             given=lambda count: (images(count), normal(count, 32, SIDE - 1, SIDE - 1, device=device, dtype=dtype)),
             call=lambda x, dz: stem_kernels.bias_gradient(dz, x, conv, act=ACT),
-            exact=lambda x, dz: torch.autograd.grad(activated(x), exactly.bias, dz[:, :24].double())[0],
+            exact=bias_gradient,
             error=1e-5,
             constant=(stem_kernels, "BACKWARD"),
             tilings=SUMS,

@@ -3,6 +3,8 @@
 python bench/proxynorm.py
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -35,12 +37,11 @@ def measure(layer: nn.Module, shape: tuple[int, ...]) -> float:
 def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, fp16, silu, forward and backward", flush=True)
     for shape in SHAPES:
-        settings = {"activation": "silu"}
         layers = {
             "silu alone": nn.SiLU(),
-            "kernels": ProxyNorm(shape[1], **settings).cuda(),
-            "plain": Unfused(shape[1], **settings).cuda(),
-            "compiled": torch.compile(ProxyNorm(shape[1], **settings).cuda()),
+            "kernels": ProxyNorm(shape[1], activation="silu").cuda(),
+            "plain": Unfused(shape[1], activation="silu").cuda(),
+            "compiled": cast(nn.Module, torch.compile(ProxyNorm(shape[1], activation="silu").cuda())),
             "kept": ProxyNorm(shape[1], activation="silu", recompute=False).cuda(),
         }
         times = "  ".join(f"{name} {measure(layer, shape):.3f} ms" for name, layer in layers.items())

@@ -102,7 +102,7 @@ def evidence_of(name: str, rows: Sequence[Row]) -> Evidence:
     if len(devices := {row["device"] for row in rows}) > 1:
         raise SystemExit(f"{name}: its runs are of {' and '.join(sorted(devices))}; expected one, in a file of its own")
     keys = [field.name for field in fields(TrainedOnce)]
-    runs = tuple(TrainedOnce(**{key: row.get(key) for key in keys}) for row in rows)
+    runs = tuple(TrainedOnce(**{key: row[key] for key in keys if key in row}) for row in rows)
     last = max(rows, key=lambda row: row["date"])
     return Evidence(
         recipe=name,

@@ -11,7 +11,7 @@ as long as a forward pass.
 import argparse
 import statistics
 
-from product_runs import train
+from product_runs import Speed, train
 
 OPTIONS = "--image-size 224 --precision 16.16 --loss-scaling 128"
 KINDS = {"plain": "", "recomputed": "--enable-recompute"}
@@ -30,7 +30,7 @@ def main() -> None:
         name, _, batch = model.partition(":")
         line = f"--model {name} --micro-batch-size {batch} --device {args.device} {args.options}"
         line += f" --data synthetic --classes 1000 --iterations {args.updates}"
-        found = {kind: [] for kind in KINDS}
+        found: dict[str, list[Speed]] = {kind: [] for kind in KINDS}
         for number in range(args.rounds):
             for kind, option in KINDS.items():
                 speed = train(f"{line} {option}")

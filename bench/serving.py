@@ -116,7 +116,7 @@ def local(lanes: Sequence[Execute], images: Pixels, seconds: float) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(counts) * images.shape[1] / (time.monotonic() - begun)
+    return float(sum(counts) * images.shape[1] / (time.monotonic() - begun))
 
 
 def measured(target: Target, args: argparse.Namespace, images: Path, kind: str, clients: int) -> tuple[float, str]:

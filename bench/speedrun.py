@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ import torch
 from falconet.bench.statistics import estimate
 from falconet.data.preprocessing import normaliser
 from falconet.data.sources import cifar
+from falconet.data.storage import ArraySource
 from falconet.models import zoo
 from falconet.models.speednet import WHITENED_FROM, SpeedNet
 from product_runs import add_row, divided, falconet
@@ -44,7 +45,7 @@ class Measured(NamedTuple):
     parts: dict[str, float]  # of the seconds
 
 
-def our_runs(words: list[str], *, seeds: int, whitening: float) -> Iterator[Measured]:
+def our_runs(words: list[str], *, seeds: int, whitening: float) -> Generator[Measured, None, None]:
     """The warm-up run, then one run per seed."""
     for number in range(-1, seeds):
         with tempfile.TemporaryDirectory() as folder:
@@ -63,19 +64,20 @@ def whitening_seconds(data_dir: Path) -> float:
     model = zoo.build("speednet8-cifar", classes=10, seed=0).to(device)
     assert isinstance(model, SpeedNet)
     splits = cifar.load(data_dir, kind="cifar10")
+    assert isinstance(splits.train, ArraySource)
     normalise = normaliser(splits.preprocessing_at(cifar.SIDE)).to(device)
     chosen = np.linspace(0, len(splits.train), WHITENED_FROM, endpoint=False, dtype=np.int64)
     pixels = torch.from_numpy(splits.train.images[chosen]).to(device).permute(0, 3, 1, 2)
     taken = []
     for _ in range(6):
         begun = time.perf_counter()
-        model.whiten(normalise(part) for part in pixels.split(500))
+        model.whiten(normalise(part) for part in torch.split(pixels, 500))
         float(model.conv1.weight.sum())  # waits for the device
         taken.append(time.perf_counter() - begun)
     return float(np.median(taken[1:]))
 
 
-def peer_runs(script: Path, data_dir: Path, *, runs: int) -> Iterator[Measured]:
+def peer_runs(script: Path, data_dir: Path, *, runs: int) -> Generator[Measured, None, None]:
     """The runs of a record's script, first its warm-up, in a folder with the data that it expects."""
     with tempfile.TemporaryDirectory() as folder:
         _lay_out(data_dir, Path(folder) / "cifar10")
@@ -114,11 +116,12 @@ def _lay_out(data_dir: Path, target: Path) -> None:
     target.mkdir()
     splits = cifar.load(data_dir, kind="cifar10")
     for name, source in (("train", splits.train), ("test", splits.validation)):
+        assert isinstance(source, ArraySource)
         images, labels = torch.from_numpy(source.images), torch.from_numpy(source.labels)
         torch.save({"images": images, "labels": labels, "classes": list(source.class_names)}, target / f"{name}.pt")
 
 
-def collect(runs: Iterator[Measured], *, until: float, output: Path | None) -> list[Measured]:
+def collect(runs: Generator[Measured, None, None], *, until: float, output: Path | None) -> list[Measured]:
     """Print, write and return every run except the warm-up; end early if the next one would take too long."""
     found: list[Measured] = []
     begun = time.monotonic()

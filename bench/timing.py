@@ -9,9 +9,9 @@ from torch import Tensor
 CALLS = 8  # that are captured together, at least
 
 
-def milliseconds(call: Callable[[], None], *, repeats: int) -> list[float]:
+def milliseconds(call: Callable[[], object], *, repeats: int) -> list[float]:
     """The milliseconds of each call; the host issues calls without waiting."""
-    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
+    starts, ends = ([_event() for _ in range(repeats)] for _ in range(2))
     for start, end in zip(starts, ends, strict=True):
         start.record()
         call()
@@ -20,16 +20,16 @@ def milliseconds(call: Callable[[], None], *, repeats: int) -> list[float]:
     return [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
 
 
-def median_milliseconds(call: Callable[[], None], *, repeats: int = 40) -> float:
+def median_milliseconds(call: Callable[[], object], *, repeats: int = 40) -> float:
     """The milliseconds of a call, the median of many after a short warm-up."""
     for _ in range(5):
         call()
     return statistics.median(milliseconds(call, repeats=repeats))
 
 
-def captured(call: Callable[[], None]) -> Callable[[], None]:
+def captured(call: Callable[[], object]) -> Callable[[], None]:
     """The call as a captured graph, without the host's time."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for _ in range(2):
             call()
@@ -42,7 +42,7 @@ def captured(call: Callable[[], None]) -> Callable[[], None]:
 
 def microseconds(call: Callable[..., object], buffers: Sequence[tuple[Tensor, ...]]) -> float:
     """The microseconds of one captured call; calls take turns in the buffers."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         call(*buffers[0])
     torch.cuda.synchronize()
@@ -52,3 +52,7 @@ def microseconds(call: Callable[..., object], buffers: Sequence[tuple[Tensor, ..
         for each in rounds * [*buffers]:
             call(*each)
     return 1000 * median_milliseconds(graph.replay, repeats=10) / (rounds * len(buffers))
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

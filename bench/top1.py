@@ -32,7 +32,7 @@ PREPROCESSING = Preprocessing(image_size=224, resize=256, mean=(127 / 255,) * 3,
 
 def published_model(path: Path) -> nn.Module:
     """timm's model with the package's weights, which are in the same order under other names."""
-    model = timm.create_model("tf_efficientnet_lite0", pretrained=False)
+    model: nn.Module = timm.create_model("tf_efficientnet_lite0", pretrained=False)
     expected, found = model.state_dict(), read_weights(path)
     if [tuple(value.shape) for value in expected.values()] != [tuple(value.shape) for value in found.values()]:
         sys.exit(f"{path}: not the weights of EfficientNet-Lite0")
@@ -69,7 +69,8 @@ def predicted(model: nn.Module, reader: Reader, indices: np.ndarray) -> Tensor: 
     pixels = np.empty((len(indices), 224, 224, 3), np.uint8)
     reader.read(indices, epoch=0, out=pixels)
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()  # N x 3 x 224 x 224, channels last in memory
-    return model((images - 127) / 128).argmax(dim=1)
+    classes: Tensor = model((images - 127) / 128).argmax(dim=1)
+    return classes
 
 
 @torch.inference_mode()

@@ -20,9 +20,9 @@ Update = Callable[[Tensor, Tensor], None]  # images, labels
 def timm_loop(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Update:
     """The loop of timm 1.0's train.py: Nesterov's SGD without decay of vectors, label smoothing 0.1; reads the loss."""
     optimizer = create_optimizer_v2(model, opt="sgd", lr=0.01, weight_decay=2e-5, momentum=0.9)
-    scaler = NativeScaler(device=device.type) if dtype == torch.float16 else None
-    criterion = LabelSmoothingCrossEntropy(smoothing=0.1)
-    losses = AverageMeter()
+    scaler = NativeScaler(device=device.type) if dtype == torch.float16 else None  # type: ignore[no-untyped-call]
+    criterion = LabelSmoothingCrossEntropy(smoothing=0.1)  # type: ignore[no-untyped-call]
+    losses = AverageMeter()  # type: ignore[no-untyped-call]
 
     def update(images: Tensor, labels: Tensor) -> None:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
@@ -32,7 +32,7 @@ def timm_loop(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Upd
             optimizer.step()
         else:
             scaler(loss, optimizer)
-        losses.update(loss.item(), len(images))
+        losses.update(loss.item(), len(images))  # type: ignore[no-untyped-call]
         optimizer.zero_grad()
 
     return update

@@ -22,12 +22,14 @@ class Network:
     goal: int  # images per second on one H200
 
     def of_timm(self) -> nn.Module:
-        return timm.create_model(self.timm, num_classes=CLASSES)
+        model: nn.Module = timm.create_model(self.timm, num_classes=CLASSES)
+        return model
 
 
 def _resnext101() -> nn.Module:
     """A ResNeXt-101 from torchvision's class and layers, which has no function for it."""
-    return ResNet(Bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4)
+    model: nn.Module = ResNet(Bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4)
+    return model
 
 
 _NETWORKS = (

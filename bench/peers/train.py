@@ -77,7 +77,7 @@ def measured(
 ) -> Iterator[tuple[Job, str, float]]:
     """The images per second of each run; jobs and methods take turns."""
     with tempfile.TemporaryDirectory() as folder:
-        workers = {}
+        workers: dict[tuple[str, str], Worker] = {}
         for number, job in enumerate(jobs):
             ours, peers = [m for m in methods if m in OURS], [m for m in methods if m not in OURS]
             for kind, own in ((Falconet, ours), (Peers, peers)):

@@ -12,10 +12,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import nn
 
 from loops import timm_loop, torchvision_loop
 from networks import CLASSES, NETWORKS, Network
@@ -31,8 +34,6 @@ MIXED = {"float32": "32.32", "float16": "16.32 --loss-scaling 128", "bfloat16": 
 PREPARED = 2  # updates of a peer while the processes prepare together
 ATTEMPTS, PAUSE = 4, 10.0  # to prepare: the others may use the memory meanwhile; seconds between them
 PREPARE = "prepare"
-
-Prepare, Measure = Callable[[], None], Callable[[str], float]  # a method -> images per second
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ class Peers:
                 "timm": (self._job.network.of_timm, timm_loop),
                 "torchvision": (self._job.network.torchvision, torchvision_loop),
             }[library]
-            model = make().to(self._device, memory_format=torch.channels_last).train()
-            given = torch.compile(model) if compiled else model
+            model = make().to(self._device).to(memory_format=torch.channels_last).train()
+            given = cast(nn.Module, torch.compile(model)) if compiled else model
             self._updates[method] = loop(given, self._device, FORMATS[self._job.format])
         return self._updates[method]
 
@@ -179,7 +180,7 @@ def _obey(kind: type[Falconet] | type[Peers], job: Job, pipe: Connection, log: P
         begin, fault, value = time.monotonic(), "", 0.0
         try:
             if order == PREPARE:
-                _patiently(lambda chosen=methods: subject.prepare(chosen), job.device)
+                _patiently(partial(subject.prepare, methods), job.device)
                 value = time.monotonic() - begin
             else:
                 value = subject.measure(order)
@@ -195,7 +196,7 @@ def _orders(pipe: Connection) -> Iterator[tuple[str, list[str]]]:
             yield pipe.recv()
 
 
-def _patiently(prepare: Prepare, device: str) -> None:
+def _patiently(prepare: Callable[[], None], device: str) -> None:
     """Prepare, and try again if memory ran out, because the processes prepare at the same time."""
     for attempt in range(ATTEMPTS):
         try:

@@ -1,8 +1,8 @@
 """Compare training from a folder of JPEG files: Falconet and timm's train.py at its defaults, in turns.
 
-    python bench/peers/photos.py train.py                           on a CPU: resnet18, 640 photos that the script makes
-    python bench/peers/photos.py train.py --photos FOLDER --model efficientnet_b0 --batch 32 --rounds 3
-    python bench/peers/photos.py train.py --device cuda --photos FOLDER --model resnet50 --batch 256 --timm="--amp"
+    python bench/peers/from_photos.py train.py                      on a CPU: resnet18, 640 photos that the script makes
+    python bench/peers/from_photos.py train.py --photos FOLDER --model efficientnet_b0 --batch 32 --rounds 3
+    python bench/peers/from_photos.py train.py --device cuda --photos FOLDER --model resnet50 --batch 256 --timm="--amp"
 
 Both train the same network from random weights for one epoch, with the same batch, optimizer and rate, and validate.
 Printed per run: images per second of the updates without the first quarter of them, and seconds from the start of the
@@ -97,8 +97,8 @@ def main() -> None:
                 print(f"{name}, run {number + 1}: {rate:.1f} images/s, {seconds:.1f} s in all", flush=True)
     print("| network | falconet, images/s | timm, images/s | ratio | falconet, seconds in all | timm, seconds in all |")
     print("|---|---:|---:|---:|---:|---:|")
-    rates, seconds = ({name: [each[part] for each in found[name]] for name in tools} for part in (0, 1))
-    cells = [f"{statistics.median(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in (*rates.values(), *seconds.values())]
+    rates, whole = ({name: [each[part] for each in found[name]] for name in tools} for part in (0, 1))
+    cells = [f"{statistics.median(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in (*rates.values(), *whole.values())]
     ratio = statistics.median(a / b for a, b in zip(rates["falconet"], rates["timm"], strict=True))
     print(f"| {args.model}, batch {args.batch} | {cells[0]} | {cells[1]} | {ratio:.2f}x | {cells[2]} | {cells[3]} |")
 
