@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 
 import optuna
 import sqlalchemy
+from optuna.exceptions import ExperimentalWarning
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
@@ -88,7 +90,9 @@ class Search:
         """Train once, with values that the study chooses."""
         trial = self.study.ask()
         # By number, so that workers draw different values, and a study that continues does not repeat its first ones.
-        self.study.sampler = optuna.samplers.TPESampler(seed=self.seed + trial.number, constant_liar=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)  # Optuna before 5 calls constant_liar experimental
+            self.study.sampler = optuna.samplers.TPESampler(seed=self.seed + trial.number, constant_liar=True)
         chosen = {name: _chosen(trial, name, space) for name, space in self.spaces.items()}
         home = self.folder / f"trial-{trial.number}"
         words = [word for name, value in chosen.items() for word in (f"--{name}", value)]
