@@ -44,6 +44,8 @@ def trained(options: list[str]) -> list[float]:
 
 
 def main() -> None:
+    if sys.argv[1:] in ([], ["--help"], ["-h"]):
+        raise SystemExit(__doc__)
     if sys.argv[1] == "--photos":
         made(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
         return
