@@ -275,10 +275,20 @@ async def _refusing(context: Any) -> AsyncIterator[None]:
         log_failure(error)
         records.note_refusal(error)  # with the same word as over HTTP
         retry = RETRY if isinstance(error, OverloadedError) else ()
-        await context.abort(CODES[error.status], printable(str(error)), retry)
+        await _abort(context, CODES[error.status], error, retry)
     except UserError as error:  # a model that cannot be loaded
         records.note_refusal(error)
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, printable(str(error)))
+        await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, error)
+
+
+async def _abort(
+    context: Any, code: grpc.StatusCode, error: Exception, trailing: Sequence[tuple[str, str]] = ()
+) -> None:
+    """End a call; one that has ended, as after a message that gRPC itself refused, was cancelled."""
+    try:
+        await context.abort(code, printable(str(error)), trailing)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 def _message(name: str, content: dict[str, Any]) -> Any:

@@ -29,6 +29,7 @@ import falconet
 from falconet.errors import CheckpointError
 from falconet.infer.predictor import Lanes, Predictor
 from falconet.serve import bodies, grpc_service
+from falconet.serve.refusals import RequestError
 from falconet.serve.repository import Opened, Source
 from grpc_requests import REQUESTS, request
 from served import (
@@ -445,6 +446,22 @@ def test_a_message_that_is_too_large_is_refused(small):
         with raw(small) as infer, pytest.raises(grpc.RpcError) as error:
             infer(request(id="x" * 20_000).SerializeToString())
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("error", [RequestError("the call ended without a request"), CheckpointError("damaged")])
+def test_a_call_that_grpc_has_ended_counts_as_cancelled(error):
+    """As after a message that is too large, in some versions at times; it would be logged with a traceback."""
+
+    class Ended:
+        async def abort(self, *_):
+            raise grpc.aio.InternalError
+
+    async def call():
+        async with grpc_service._refusing(Ended()):
+            raise error
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(call())
 
 
 @pytest.mark.parametrize("body", [b"\xff", b"\x2a\x00" * 2000], ids=["not a message", "very many fields"])
