@@ -33,7 +33,7 @@ from falconet.errors import (
     Interrupted,
     WorldError,
     did_you_mean,
-    folder_near,
+    path_near,
 )
 from falconet.evaluation import saved_model
 from falconet.evaluation.evaluate import Evaluation, evaluator, never
@@ -91,15 +91,15 @@ def load(source: "str | Path | Run", *, checkpoint: Which = "best", **options: o
             source = source.folder
         if not isinstance(source, str | os.PathLike):
             raise ConfigError(f"got {type(source).__name__}, expected a run, a path or the name of a model")
-        is_model = str(source) in MODELS or str(source).startswith("timm:")
-        is_there, is_path = Path(source).exists(), Path(source).name != str(source)
-        meant = "" if is_there or is_model or is_path else did_you_mean(str(source), MODELS)
-        if meant and not folder_near(Path(source)):
-            raise CheckpointError(f"{source}: no such file, folder or model{meant}")
-        if is_there or not is_model:
-            named: dict[str, object] = {"checkpoint_input_path": source, "checkpoint": checkpoint}
+        path, name = Path(source), str(source)
+        named: dict[str, object]
+        if not path.exists() and (name in MODELS or name.startswith("timm:")):
+            named = {"model": name, "pretrained": "published"}
         else:
-            named = {"model": source, "pretrained": "published"}
+            meant = "" if path.exists() or path.name != name or path_near(path) else did_you_mean(name, MODELS)
+            if meant:
+                raise CheckpointError(f"{name}: no such file, folder or model{meant}")
+            named = {"checkpoint_input_path": source, "checkpoint": checkpoint}
         line = _line(PredictOptions, (), {**named, "photos": "-", **options})
         notes: list[str] = []  # such as a damaged checkpoint that was passed over
         classifier, _ = open_classifier(PredictOptions, inputs.load(PredictOptions, line).line, notes.append)

@@ -144,13 +144,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{spellings[near[0]]}'?" if near else ""
 
 
-def folder_near(
+def path_near(
     missing: Path, *further: Path, holds: Callable[[Path], bool] = Path.is_dir, files: Collection[str] = ()
 ) -> str:
-    """`; did you mean 'x'?` for a folder of nearly the same name, beside the missing one or in further folders.
+    """`; did you mean 'x'?` for a path of nearly the same name, beside the missing one or in further folders.
 
-    `holds`: whether a folder is of the expected kind. `files`: endings of files that are expected too; a file may be
-    named without its ending.
+    `holds`: whether a folder is of the expected kind. `files`: endings of files that are expected beside folders; a
+    file may be named without its ending.
     """
     places: dict[str, Path] = {}
     for parent in (missing.parent, *further):

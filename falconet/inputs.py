@@ -28,7 +28,7 @@ from falconet.config.options import Checkpoints, Data, Input, Logging, Run, Vali
 from falconet.config.settings import LINE, Setting
 from falconet.config.spaces import spaces_in
 from falconet.config.tool_options import DataCheck, Load, Pack, Report, Upload, Verify, Watch
-from falconet.errors import ConfigError, folder_near, named_option
+from falconet.errors import ConfigError, named_option, path_near
 from falconet.report import folders
 from falconet.report.run_files import CHECKPOINTS, CONFIG, EXPORT_RECORD
 
@@ -163,7 +163,7 @@ def _check_verify(verify: Verify) -> None:
 def _check_upload(upload: Upload) -> None:
     if upload.source is None:
         raise ConfigError("expected a run folder, as in `falconet upload runs/my-run`")
-    require_folder(upload.source, "a run folder", meant=folder_near(upload.source, folders.home("runs")))
+    require_folder(upload.source, "a run folder", meant=path_near(upload.source, folders.home("runs")))
 
 
 def _check_report(report: Report) -> None:
@@ -196,10 +196,14 @@ def _check_serve(options: ServeOptions) -> None:
 
 def _require_repository(folder: Path) -> None:
     require_folder(folder, "a folder of runs for --repository")
-    if (folder / CONFIG).is_file() and (folder / CHECKPOINTS).is_dir():
+    if _is_run(folder):
         raise ConfigError(
             f"--repository: {folder} is a run; expected the folder that holds it, or `falconet serve {folder}`"
         )
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and (folder / CHECKPOINTS).is_dir()
 
 
 def _check_predict(options: PredictOptions) -> None:
@@ -272,6 +276,25 @@ def _check_data(data: Data, options: Command) -> None:
     require_photos(data.data_dir, meant=meant)
 
 
+def _check_run_dir(run: Run, data: Data) -> None:
+    """Refuse to make a run folder of a folder of the data: it would not be read as photos again."""
+    folder = run.run_dir
+    if folder == "auto" or data.data not in facts.PHOTO_KINDS or data.data_dir is None or not data.data_dir.is_dir():
+        return
+    own, whole = folder.resolve(), data.data_dir.resolve()
+    if _is_run(own) or not (own == whole or (whole in own.parents and _holds_photos(own))):
+        return
+    raise ConfigError(
+        f"--run-dir: {folder} holds the photos that are trained on; expected another folder, such as runs/NAME"
+    )
+
+
+def _holds_photos(folder: Path) -> bool:
+    """Whether photos are in a folder, or in one of its own, as in photos/train/."""
+    within = (each for pattern in ("*", "*/*") for each in folder.glob(pattern))
+    return any(each.suffix.lower() in PHOTO_SUFFIXES for each in within)
+
+
 def _check_logging(logging: Logging) -> None:
     """Check the packages of trackers and plots."""
     for package in TRACKERS:
@@ -309,6 +332,7 @@ CHECKS: tuple[Check, ...] = (  # in this order, each if the options have the par
     _check_bench_infer,
     _check_bench_serve,
     _check_data,
+    _check_run_dir,
     _check_logging,
     _check_validated,
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from falconet.checkpoint.disk import FileRecord, write_bytes
-from falconet.errors import CheckpointError, folder_near
+from falconet.errors import CheckpointError, path_near
 from falconet.report import folders
 from falconet.report.epochs import ACCURACY, MEAN_AVERAGE_PRECISION, Metric
 from falconet.writing import could_name_a_file
@@ -386,7 +386,7 @@ def require_folder(path: Path, *, or_weights: bool = False) -> None:
 def checkpoints_near(missing: Path, *, or_weights: bool) -> str:
     """`; did you mean 'x'?` for what holds checkpoints, or weights, beside a missing path or among the runs."""
     files = WEIGHTS if or_weights else ()
-    return folder_near(missing, folders.home("runs"), holds=_holds_checkpoints, files=files)
+    return path_near(missing, folders.home("runs"), holds=_holds_checkpoints, files=files)
 
 
 def _holds_checkpoints(folder: Path) -> bool:

@@ -36,11 +36,11 @@ def evidence_for_programs() -> Iterator[str]:
 def evidence_for_people() -> Iterator[str]:
     """The results by where and when they were reached, because one line for all is wider than most terminals."""
     heading, *rows = evidence.table(evidence.all_evidence())
+    rows.sort(key=lambda row: row[4:])  # device, date and libraries; keeps the order of their recipes
     first, *lines = _aligned([row[:4] for row in (heading, *rows)], indent="  ")
     yield first
-    lined = sorted(zip((row[4:] for row in rows), lines, strict=True), key=lambda pair: pair[0])  # keeps their order
-    for (device, date, libraries), group in groupby(lined, key=lambda pair: pair[0]):
-        yield from wrapped(f"{device}, {date}, {libraries}:", indent="  ")
+    for place, group in groupby(zip(rows, lines, strict=True), key=lambda pair: pair[0][4:]):
+        yield from wrapped(f"{', '.join(place)}:", indent="  ")
         yield from (line for _, line in group)
     yield from wrapped(COUNTED)
     yield from wrapped(VERIFY)

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from falconet.errors import DataError, folder_near
+from falconet.errors import DataError, path_near
 
 Auto = Literal["auto"]
 ORIGIN = "origin"  # the key in a field's metadata
@@ -276,7 +276,7 @@ def require_folder(folder: Path, expected: str, *, meant: str = "") -> None:
     """`meant`: what to suggest instead of a folder of nearly the same name."""
     if not folder.is_dir():
         what = "not a folder" if folder.exists() else "no such folder"
-        raise DataError(f"{folder}: {what}; expected {expected}{meant or folder_near(folder)}")
+        raise DataError(f"{folder}: {what}; expected {expected}{meant or path_near(folder)}")
 
 
 def require_photos(path: Path, *, meant: str = "") -> None:

@@ -85,10 +85,8 @@ DAMAGE = (
     MemoryError,
     RuntimeError,  # includes NotImplementedError
 )
-
-
-UNREAD_HEIC = "HEIC, which Pillow cannot read; convert it to JPEG"
-HEIC = frozenset(b"ftyp" + brand for brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1"))
+UNREAD_HEIC = "HEIC, which Pillow cannot read; convert it to JPEG"  # of a file that begins with one of these brands
+HEIC_BRANDS = frozenset(b"ftyp" + brand for brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1"))
 
 
 class UnreadableImageError(Exception):
@@ -170,7 +168,7 @@ def _why_unidentified(file: BinaryIO) -> str:
     if file.seek(0, os.SEEK_END) == 0:
         return "empty file"
     file.seek(4)
-    return UNREAD_HEIC if file.read(8) in HEIC else "not an image"
+    return UNREAD_HEIC if file.read(8) in HEIC_BRANDS else "not an image"
 
 
 def _is_cut_webp(file: BinaryIO) -> bool:

@@ -120,7 +120,7 @@ class Model:
             raise ConfigError(f"top: got {top}, expected a whole number, at least 1")
         if isinstance(pictures, str | os.PathLike) and os.path.isdir(pictures):  # noqa: PTH112, as below
             raise DataError(f"{os.fspath(pictures)}: is a folder; expected a photo, or a list with the folder in it")
-        if isinstance(pictures, str | os.PathLike | Image.Image | np.ndarray | Tensor):
+        if isinstance(pictures, KINDS):
             (prediction,) = self.predict([pictures], top=top, batch_size=batch_size)
             return prediction
         rows = self._scores(_listed(pictures, EXPECTED), batch_size=batch_size)

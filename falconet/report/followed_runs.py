@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from falconet.config.fields import PHOTO_SUFFIXES
-from falconet.errors import DataError, folder_near
+from falconet.errors import DataError, path_near
 from falconet.report import folders
 from falconet.report.foreign_folder import ForeignFolder, Known, Mark
 from falconet.report.run_files import (
@@ -92,7 +92,7 @@ def what_is_there(folder: Path) -> FollowedRun | FollowedFolder | str:
         if not folder.exists():
             if folder == folders.home(RUNS):  # the first run makes it
                 return f"{folder} does not exist yet"
-            meant = folder_near(folder, folders.home(RUNS))
+            meant = path_near(folder, folders.home(RUNS))
             raise DataError(f"{folder}: no such folder; expected a run folder, or a folder of runs{meant}")
         if folder.is_file():
             raise DataError(f"{folder}: a file; expected a run folder, or a folder of runs")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from falconet.errors import DataError, folder_near, printable
+from falconet.errors import DataError, path_near, printable
 from falconet.report import folders
 from falconet.report.answers import MOST_PICTURES, Answers, Picture, best_validated, read_answers, read_picture
 from falconet.report.foreign_folder import ForeignFolder, Known, count, number, numbers, objects, text
@@ -149,7 +149,7 @@ def opened(folder: Path, known: dict[str, Known] | None = None) -> ForeignFolder
     try:
         if not folder.is_dir():
             what = "a file" if folder.is_file() else "no such folder"
-            meant = folder_near(folder, folders.home("runs"))
+            meant = path_near(folder, folders.home("runs"))
             raise DataError(f"{folder}: {what}; expected a run folder{meant}")
         files = ForeignFolder(folder, known)
     except OSError as error:

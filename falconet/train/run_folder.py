@@ -16,10 +16,8 @@ from falconet import writing
 from falconet.checkpoint.format import checkpoints_in, whole_after
 from falconet.checkpoint.manifest import Checkpoint
 from falconet.config import commands
-from falconet.config.facts import PHOTO_KINDS
-from falconet.config.fields import PHOTO_SUFFIXES, options_of
+from falconet.config.fields import options_of
 from falconet.config.load import LoadedTraining, left_out
-from falconet.config.options import Data
 from falconet.config.settings import CHECKPOINT, DEFAULT, is_asked_for, read_yaml
 from falconet.errors import (
     ConfigError,
@@ -111,8 +109,6 @@ def open_folder(
             f"--run-dir: {folder} already holds a run; `{restore_line(folder, saved)}` continues it, another folder"
             " starts a new one"
         )
-    if not known:
-        _refuse_photos(folder, options.data)
     _require_writable(folder, "--run-dir")
     elsewhere = options.checkpoints.checkpoint_output_path is not None
     writing.refuse_links(folder, (name for name in WRITTEN if not (elsewhere and name == CHECKPOINTS)))
@@ -121,29 +117,13 @@ def open_folder(
     return folder
 
 
-def _refuse_photos(folder: Path, data: Data) -> None:
-    """Refuse to make a run folder of a folder of the data: it would not be read as photos again."""
-    if data.data not in PHOTO_KINDS or data.data_dir is None or not data.data_dir.is_dir():
-        return
-    own, whole = folder.resolve(), data.data_dir.resolve()
-    within = (each for pattern in ("*", "*/*") for each in folder.glob(pattern))
-    is_part = whole in own.parents and any(each.suffix.lower() in PHOTO_SUFFIXES for each in within)
-    if own == whole or (is_part and not (folder / CONFIG).exists()):
-        raise ConfigError(
-            f"--run-dir: {folder} holds the photos that are trained on; expected another folder, such as runs/NAME"
-        )
-
-
 def check_saved(saved: Path, loaded: LoadedTraining, *, restored: Checkpoint | None) -> None:
     """Refuse a folder whose checkpoints this run would mix with its own."""
     newer = whole_after(saved, restored.manifest.progress) if restored else None
     if restored and newer:  # pruning would remove this run's checkpoints first, and restoring find them last
         option = "checkpoint-output-path" if is_asked_for(loaded.sources.get("checkpoint-output-path")) else "run-dir"
-        new = (
-            f", or no --{option}: a run that continues from an older one gets a new folder"
-            if home(restored.folder)
-            else ""
-        )
+        renewed = f", or no --{option}: a run that continues from an older one gets a new folder"
+        new = renewed if home(restored.folder) else ""
         raise ConfigError(
             f"--{option}: {saved} holds checkpoints newer than {restored.folder.name}, such as {newer.name};"
             f" expected another folder{new}"

@@ -40,16 +40,15 @@ RUN = ("config.yaml", "plan.txt")  # files in a run folder, whose images are no 
 RUNS = "runs"  # where run folders are, by default
 # Formats that Pillow recognises but cannot decode itself, and a page description.
 UNDECODABLE = frozenset({"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"})
+HEIC = frozenset({".heic", ".heif", ".hif"})  # photos of phones
 # Files that look like photos to a person, but that Pillow cannot read.
 UNREAD = frozenset(
     {
-        *(".heic", ".heif", ".hif", ".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".rw2", ".raf", ".svg", ".pdf"),
+        *HEIC,
+        *(".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".rw2", ".raf", ".svg", ".pdf"),
         *(".ai", ".xcf", ".mov", ".mp4", ".avi", ".webm", ".mkv", ".mpg", ".mpeg"),
     }
 )
-
-
-HEIC = frozenset({".heic", ".heif", ".hif"})
 
 
 @dataclass(frozen=True, eq=False)
